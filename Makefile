@@ -1,0 +1,65 @@
+# `make` alone lists the targets. Needs python3 (3.11 or later) with pip and venv; nothing else.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadgroup
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-slow lint format lock clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## create .venv and install the locked versions (again only when they changed)
+
+$(STAMP): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("potstill needs Python 3.11 or later, and $(PYTHON) is %d.%d: choose another, as in `make setup PYTHON=python3.12`" % v[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "could not create $(VENV): on Debian and Ubuntu, install python3-venv first" >&2; exit 1; }
+	@echo "Installing the locked versions into $(VENV); the first time takes a few minutes ..."
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+	@echo "Installed. The command is $(BIN)/potstill"
+
+quickstart: setup  ## distil the shipped teacher into a small student, end to end
+	$(BIN)/potstill quickstart
+
+test: lint  ## lint, types, and all tests but the slow ones
+	$(BIN)/mypy src
+	$(PYTEST) -m "not slow"
+
+test-slow: setup  ## the slow tests
+	$(PYTEST) -m slow
+
+lint: setup  ## ruff: rules and format, nothing is changed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup  ## ruff: mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch is fixed here because 2.13.0 has builds for machines with and without CUDA; transformers stays below 5.20
+# because vLLM, which users may add, asks for that. hatchling and editables are what `pip install -e .` builds with.
+LOCK_TORCH := torch==2.13.0
+LOCK_ALSO  := 'transformers<5.20' hatchling editables
+
+lock:  ## resolve anew and write requirements.lock (needs the network)
+	@echo "Resolving in a fresh .venv-lock; takes a few minutes ..."
+	@rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
+	@.venv-lock/bin/pip install -qq --disable-pip-version-check $(LOCK_TORCH)
+	@.venv-lock/bin/pip install -qq --disable-pip-version-check $(LOCK_TORCH) $(LOCK_ALSO) '.[dev]'
+	@{ echo "# Written by \`make lock\`: every version that \`make setup\` installs."; \
+	   echo "$(LOCK_TORCH)"; \
+	   .venv-lock/bin/pip freeze --all --exclude pip --exclude potstill --exclude torch | sed 's/+[a-z0-9.]*$$//'; \
+	 } > requirements.lock.new
+	@mv requirements.lock.new requirements.lock
+	@rm -rf .venv-lock
+	@echo "requirements.lock: $$(grep -c == requirements.lock) packages"
+
+clean:  ## remove .venv, caches and build outputs; runs/ is kept
+	rm -rf $(VENV) .venv-lock build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
