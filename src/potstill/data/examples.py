@@ -1,0 +1,265 @@
+"""Records to pieces of text, and pieces to Examples.
+
+A piece is text with what is supervised in it, before any tokenizer: that is what is shuffled and what an example's key is
+the hash of. Long plain texts are cut here, as text, so that whoever tokenizes the piece later has seen the same beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from potstill.config import DataConfig, SourceConfig
+from potstill.text.chat import ChatRenderer, read_messages, read_tools
+from potstill.types import Example, PotstillError
+
+Pieces = Callable[[Mapping[str, Any], str], "Iterator[Piece]"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What will become an Example, or (with `dropped`) the trace of a record that gave none, so that it is counted."""
+
+    key: str
+    text: str
+    spans: tuple[tuple[int, int], ...] | None = None  # characters to supervise; None: all
+    template: bool = False  # a template wrote the special tokens already
+    first: bool = True  # of its record
+    last: bool = True  # of its text: eos may follow
+    split: bool = False  # of a conversation whose template rewrites earlier turns
+    dropped: bool = False
+    messages: Sequence[Mapping[str, Any]] | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A piece after tokenizing. One with nothing supervised in it is not kept, and has no example."""
+
+    piece: Piece
+    kept: bool
+    length: int  # in tokens, after cutting
+    cut: int  # tokens beyond max_length
+    example: Example | None = None
+
+
+def text_key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def json_key(value: Any) -> str:
+    return text_key(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False))
+
+
+def uniform(key: str) -> float:
+    """A number in [0, 1) that depends on the key alone."""
+    return int(key[:13], 16) / 16**13
+
+
+def cut_text(text: str, most: int) -> list[str]:
+    """`text` in pieces of at most `most` UTF-8 bytes, which together are exactly `text`.
+
+    A piece ends after the last line break in its second half, else before the last white space there (a word keeps the
+    space in front of it, as most vocabularies spell it), else between two characters.
+    """
+    data = text.encode()
+    pieces, begin = [], 0
+    while len(data) - begin > most:
+        half, limit = begin + (most + 1) // 2, begin + most
+        end = data.rfind(b"\n", half, limit) + 1
+        if not end:
+            end = max(data.rfind(space, half, limit) for space in (b" ", b"\t", b"\r", b"\v", b"\f"))
+        if end <= begin:
+            end = limit
+            while end > begin and data[end] & 0xC0 == 0x80:
+                end -= 1
+            if end == begin:  # one character that is longer than a whole piece may be
+                end = limit
+                while end < len(data) and data[end] & 0xC0 == 0x80:
+                    end += 1
+        pieces.append(data[begin:end].decode())
+        begin = end
+    return [*pieces, data[begin:].decode()]
+
+
+def piece_maker(data: DataConfig, source: SourceConfig, key: str, tokenizer: Any) -> Pieces:
+    """The function that turns a record of `source`, and where it is, into pieces."""
+    if source.kind == "messages":
+        renderer = ChatRenderer(tokenizer, source.chat_template_kwargs, key)
+        return lambda record, where: _chat_pieces(record, where, source, renderer)
+    if source.kind == "completion":
+        return lambda record, where: _completion_pieces(record, where, source)
+    most = data.piece_bytes or 4 * data.max_length
+    return lambda record, where: _text_pieces(record, where, source, most)
+
+
+def _text_pieces(record: Mapping[str, Any], where: str, source: SourceConfig, most: int) -> Iterator[Piece]:
+    text = _text(record, source.text or "text", where)
+    if not text:
+        yield Piece("", "", dropped=True)
+        return
+    texts = cut_text(text, most)
+    first = True
+    for number, part in enumerate(texts, 1):
+        key = text_key(part)
+        if uniform(key) < source.share:
+            yield Piece(key, part, first=first, last=number == len(texts), source=where)
+            first = False
+
+
+def _completion_pieces(record: Mapping[str, Any], where: str, source: SourceConfig) -> Iterator[Piece]:
+    assert source.prompt is not None and source.completion is not None
+    prompt, completion = _text(record, source.prompt, where), _text(record, source.completion, where)
+    key = json_key({"prompt": prompt, "completion": completion})
+    if uniform(key) < source.share:
+        text = prompt + completion
+        yield Piece(key, text, dropped=not text, spans=((len(prompt), len(text)),), source=where)
+
+
+def _chat_pieces(
+    record: Mapping[str, Any], where: str, source: SourceConfig, renderer: ChatRenderer
+) -> Iterator[Piece]:
+    assert source.messages is not None
+    messages = read_messages(record[source.messages], f"{where}, column {source.messages}")
+    tools = read_tools(record[source.tools], f"{where}, column {source.tools}") if source.tools else None
+    try:
+        key = json_key({"messages": messages, "tools": tools})
+    except UnicodeEncodeError as error:
+        raise PotstillError(f"{where}, column {source.messages} {_NOT_UNICODE}") from error
+    if uniform(key) >= source.share:
+        return
+    texts = renderer.render(messages, tools, where)
+    if not texts:
+        yield Piece(key, "", dropped=True)
+    for number, rendered in enumerate(texts):
+        if len(rendered.messages) < len(messages):
+            # The same messages may stand as a conversation of their own, with other turns supervised.
+            key = json_key({"messages": rendered.messages, "tools": tools, "turns": rendered.turns})
+        yield Piece(
+            key,
+            rendered.text,
+            spans=rendered.spans,
+            template=True,
+            first=number == 0,
+            split=len(rendered.messages) < len(messages),
+            messages=rendered.messages,
+            source=where,
+        )
+
+
+_NOT_UNICODE = "holds half of a surrogate pair, which is no character; repair the text"
+
+
+def _text(record: Mapping[str, Any], column: str, where: str) -> str:
+    value = record[column]
+    if not isinstance(value, str):
+        kind = "null" if value is None else f"a {type(value).__name__}"
+        raise PotstillError(
+            f"{where}: column {column} holds {kind}, not text; leave such records out or name another column"
+        )
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise PotstillError(f"{where}: column {column} {_NOT_UNICODE}") from error
+    return value
+
+
+class Encoder:
+    """Tokenizes pieces, many at once."""
+
+    def __init__(self, tokenizer: Any, *, max_length: int, append_eos: bool) -> None:
+        if not tokenizer.is_fast:
+            raise PotstillError(
+                f"the tokenizer {tokenizer.name_or_path} has no fast version (tokenizer.json), which is needed to tell "
+                "which characters a token stands for; set student.tokenizer to one that has"
+            )
+        self._backend = _untrimmed(tokenizer.backend_tokenizer)
+        self._max_length = max_length
+        self._eos = tokenizer.eos_token_id if append_eos else None
+        added = tokenizer.added_tokens_decoder
+        self._special = np.zeros(max([len(tokenizer), *(i + 1 for i in added)]), dtype=np.bool_)
+        self._special[[i for i, token in added.items() if token.special]] = True
+        mask = self._backend.encode("a").special_tokens_mask
+        self._before = mask.index(0)  # special tokens the tokenizer itself puts before a text, and after it
+        self._after = mask[::-1].index(0)
+
+    def __call__(self, pieces: Sequence[Piece]) -> list[Encoded]:
+        encoded: list[Encoded | None] = [None] * len(pieces)
+        for template in (False, True):
+            chosen = [i for i, piece in enumerate(pieces) if piece.template == template and not piece.dropped]
+            encodings = self._backend.encode_batch([pieces[i].text for i in chosen], add_special_tokens=not template)
+            for i, encoding in zip(chosen, encodings, strict=True):
+                encoded[i] = self._one(pieces[i], encoding)
+        return [e or Encoded(piece, False, 0, 0) for e, piece in zip(encoded, pieces, strict=True)]
+
+    def _one(self, piece: Piece, encoding: tokenizers.Encoding) -> Encoded:
+        ids = np.array(encoding.ids, dtype=np.int32)
+        spans = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64, count=2 * len(ids)).reshape(-1, 2)
+        before, after = (0, 0) if piece.template else (self._before, self._after)
+        text_end = len(ids) - after
+        spans[text_end:] = len(piece.text)
+        ends = not piece.template and self._eos is not None
+        if ends and not piece.last:
+            # The text goes on in the next piece, whatever the tokenizer believes.
+            ids, spans = ids[:text_end], spans[:text_end]
+        elif ends and (not len(ids) or ids[-1] != self._eos):
+            ids = np.append(ids, np.int32(self._eos))
+            spans = np.append(spans, [[len(piece.text)] * 2], axis=0)
+        supervised = np.zeros(len(ids), dtype=np.bool_)
+        for begin, end in piece.spans or ((0, len(piece.text)),):
+            # A token belongs to where it begins: one that straddles the end of a prompt is the prompt's.
+            supervised |= (spans[:, 0] >= begin) & (spans[:, 0] < end)
+        if not piece.template:
+            supervised[text_end:] = True
+        supervised[: max(1, before)] = False
+        cut = max(0, len(ids) - self._max_length)
+        if cut:
+            ids, spans, supervised = ids[:-cut], spans[:-cut], supervised[:-cut]
+        if not supervised.any():
+            return Encoded(piece, False, len(ids), cut)
+        with_bytes = spans[supervised & ~self._special[ids]]
+        example = Example(
+            key=piece.key,
+            text=piece.text,
+            ids=ids,
+            supervised=supervised,
+            supervised_bytes=_bytes_covered(piece.text, with_bytes),
+            messages=piece.messages,
+            source=piece.source,
+        )
+        return Encoded(piece, True, len(ids), cut, example)
+
+
+def _bytes_covered(text: str, spans: npt.NDArray[np.int64]) -> int:
+    """UTF-8 bytes of the union of character spans."""
+    steps = np.bincount(spans[:, 0], minlength=len(text) + 1) - np.bincount(spans[:, 1], minlength=len(text) + 1)
+    covered = np.cumsum(steps)[:-1] > 0
+    if text.isascii():
+        return int(covered.sum())
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)[covered]
+    return int(sum(int((points >= least).sum()) for least in (0, 0x80, 0x800, 0x10000)))
+
+
+def _untrimmed(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A copy whose offsets are true: many byte-level tokenizers leave white space out of them, and then it cannot be told
+    whether a token begins before or after the end of a prompt."""
+    spec = json.loads(backend.to_str())
+    spec["truncation"] = spec["padding"] = None
+    processors = [spec["post_processor"] or {}]
+    while processors:
+        processor = processors.pop()
+        if "trim_offsets" in processor:
+            processor["trim_offsets"] = False
+        processors.extend(processor.get("processors", ()))
+    copy = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    copy.encode_special_tokens = backend.encode_special_tokens
+    return copy

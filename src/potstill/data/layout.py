@@ -1,0 +1,73 @@
+"""How examples lie in rows, and rows in a Batch. The one place in potstill that shifts by one.
+
+Shapes: B rows of a batch, L positions, N rows of the loss.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from potstill.types import Batch, Example, Rows
+
+
+def pack(lengths: Sequence[int], *, rows: int, row_length: int, urgent: int = 0) -> tuple[list[list[int]], list[int]]:
+    """Best fit, longest first, into at most `rows` rows: what lies in each row, and what found no place.
+
+    The first `urgent` items go before all others, so that nothing is left over again and again.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (i >= urgent, -lengths[i], i))
+    packed: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (positions free, row), sorted
+    left = []
+    for i in order:
+        at = bisect_left(room, (lengths[i], -1))
+        if at < len(room):
+            free, row = room.pop(at)
+        elif len(packed) < rows:
+            free, row = row_length, len(packed)
+            packed.append([])
+        else:
+            left.append(i)
+            continue
+        packed[row].append(i)
+        insort(room, (free - lengths[i], row))
+    return [sorted(row) for row in packed], sorted(left)
+
+
+def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
+    """Rows of examples as a Batch, right-padded to the longest row."""
+    examples = [example for row in rows for example in row]
+    width = max(sum(len(example.ids) for example in row) for row in rows)
+    input_ids = np.full((len(rows), width), pad_id, dtype=np.int64)
+    position_ids = np.zeros((len(rows), width), dtype=np.int64)
+    document = np.zeros((len(rows), width), dtype=np.int32)
+    student, labels = [], []
+    counting = np.arange(width, dtype=np.int64)
+    for r, row in enumerate(rows):
+        begin = 0
+        for number, example in enumerate(row, 1):
+            end = begin + len(example.ids)
+            input_ids[r, begin:end] = example.ids
+            position_ids[r, begin:end] = counting[: end - begin]
+            document[r, begin:end] = number
+            predicted = np.flatnonzero(example.supervised)
+            # Token i is predicted from the position before it; token 0 is never supervised.
+            student.append(predicted + (r * width + begin - 1))
+            labels.append(example.ids[predicted])
+            begin = end
+    positions = torch.from_numpy(np.concatenate(student).astype(np.int64))
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        document=torch.from_numpy(document),
+        packed=any(len(row) > 1 for row in rows),
+        rows=Rows(
+            student=positions, teacher=positions, labels=torch.from_numpy(np.concatenate(labels).astype(np.int64))
+        ),
+        supervised_tokens=len(positions),
+        examples=tuple(examples),
+    )

@@ -1,0 +1,280 @@
+"""Where records come from: jsonl, json, parquet, arrow and txt files, and Hugging Face data sets.
+
+A source gives its records in an order that depends on (seed, epoch) alone, and can begin again at any of them: a position
+is (part, record), where a part is a file in the epoch's order, or the one data set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import gzip
+import json
+import os
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from potstill.config import SourceConfig
+from potstill.shipped import locate
+from potstill.types import PotstillError
+
+Record = dict[str, Any]
+Position = tuple[int, int]
+
+ROWS_AT_ONCE = 256  # turned into Python objects together; of a columnar file no more than this is held
+
+
+def generator(seed: int, *words: int) -> np.random.Generator:
+    """A random generator for one purpose: equal words give equal numbers, whatever was drawn elsewhere."""
+    return np.random.default_rng([seed % 2**64, *words])
+
+
+def first_line(error: Exception) -> str:
+    """What a library's error says, short enough to stand inside one sentence of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+class Source:
+    """One entry of `data.sources`. `key` is its place in the recipe, for messages."""
+
+    def __init__(self, config: SourceConfig, key: str, *, seed: int, shuffle: bool) -> None:
+        self.config = config
+        self.key = key
+        self.seed = seed
+        self.shuffle = shuffle
+        self.columns = _columns(config)
+        self._dataset: Any = None
+        self._paths = _paths(config.files, key) if config.files is not None else []
+
+    def records(self, epoch: int, start: Position = (0, 0)) -> Iterator[tuple[Record, str, Position]]:
+        """The records of `epoch` from `start` on: each with where it is (for messages) and its own position."""
+        if self.config.dataset is not None:
+            for number, record, where in self._from_dataset(self.config.dataset, epoch, start[1]):
+                yield record, where, (0, number)
+            return
+        order = np.arange(len(self._paths))
+        if self.shuffle:
+            order = generator(self.seed, 1, epoch).permutation(len(self._paths))
+        for part in range(start[0], len(order)):
+            path = self._paths[int(order[part])]
+            skip = start[1] if part == start[0] else 0
+            for number, record, where in self._from_file(path, skip):
+                self.check_columns(record, where)
+                yield record, where, (part, number)
+
+    def _from_file(self, path: str, skip: int) -> Iterator[tuple[int, Record, str]]:
+        read = READERS[_suffix(path)]
+        try:
+            yield from read(path, skip, list(self.columns), self)
+        except (OSError, pa.ArrowException, EOFError) as error:
+            raise PotstillError(f"{self.key}.files: {path} cannot be read: {first_line(error)}") from error
+
+    def _from_dataset(self, name: str, epoch: int, start: int) -> Iterator[tuple[int, Record, str]]:
+        if self._dataset is None:
+            self._dataset = _load_dataset(self.config, self.key)
+            if self._dataset.column_names is not None:
+                self.check_columns(self._dataset.column_names, f"the data set {name}")
+                self._dataset = self._dataset.select_columns(list(self.columns))
+        if self.config.streaming:
+            rows = self._dataset.shuffle(seed=_word(self.seed, epoch), buffer_size=1) if self.shuffle else self._dataset
+            for number, record in enumerate(rows.skip(start) if start else rows, start):
+                where = f"{name}, record {number + 1}"
+                self.check_columns(record, where)
+                yield number, record, where
+            return
+        size = len(self._dataset)
+        order = generator(self.seed, 2, epoch).permutation(size) if self.shuffle else np.arange(size)
+        for begin in range(start, size, ROWS_AT_ONCE):
+            rows_here = order[begin : begin + ROWS_AT_ONCE]
+            columns = self._dataset[rows_here.tolist()]
+            for offset, row in enumerate(rows_here.tolist()):
+                yield begin + offset, {c: columns[c][offset] for c in self.columns}, f"{name}, record {row + 1}"
+
+    def check_columns(self, there: Collection[str], where: str) -> None:
+        """Every column the recipe names is there, or one sentence that says what is there instead."""
+        for column, role in self.columns.items():
+            if column not in there:
+                raise PotstillError(self._missing(column, role, list(there), where))
+
+    def _missing(self, column: str, role: str, there: Sequence[str], where: str) -> str:
+        near = difflib.get_close_matches(column, there, 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else f"; name one of them as {self.key}.{role}"
+        listed = ", ".join(there) or "none at all"
+        return f"{self.key}.{role}: {where} has no column {column} (there: {listed}){hint}"
+
+
+def _columns(config: SourceConfig) -> dict[str, str]:
+    """The columns to read, each with the recipe key that names it."""
+    named = {
+        "prompt": config.prompt,
+        "completion": config.completion,
+        "messages": config.messages,
+        "tools": config.tools,
+    }
+    columns = {column: role for role, column in named.items() if column is not None}
+    return columns or {config.text or "text": "text"}
+
+
+def _word(seed: int, epoch: int) -> int:
+    return int(generator(seed, 1, epoch).integers(2**31))
+
+
+def _paths(files: str | list[str], key: str) -> list[str]:
+    found: list[str] = []
+    for pattern in [files] if isinstance(files, str) else files:
+        path = os.path.expanduser(locate(pattern))
+        if os.path.isdir(path):
+            raise PotstillError(
+                f"{key}.files: {pattern} is a folder; give its files with a glob, such as {pattern}/*.jsonl"
+            )
+        if os.path.exists(path):
+            found.append(path)
+            continue
+        if not glob.has_magic(path):
+            raise PotstillError(f"{key}.files: there is no file {pattern} (looked in {os.path.abspath(path)})")
+        matches = [match for match in sorted(glob.glob(path, recursive=True)) if os.path.isfile(match)]
+        if not matches:
+            raise PotstillError(f"{key}.files: no file matches {pattern} (looked in {os.path.abspath(path)})")
+        found.extend(matches)
+    for path in found:
+        if _suffix(path) not in READERS:
+            raise PotstillError(f"{key}.files: {path} is of no known kind; known by their ending: {', '.join(READERS)}")
+    if not found:
+        raise PotstillError(f"{key}.files is empty; name at least one file")
+    return found
+
+
+def _suffix(path: str) -> str:
+    stem, ending = os.path.splitext(path)
+    return os.path.splitext(stem)[1] + ending if ending == ".gz" else ending
+
+
+def _read_lines(path: str, skip: int, columns: list[str], source: Source) -> Iterator[tuple[int, Record, str]]:
+    with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
+        number = 0
+        for line_number, line in enumerate(file, 1):
+            if line_number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line.strip():
+                continue
+            number += 1
+            if number > skip:
+                where = f"{path}, line {line_number}"
+                yield number - 1, _parse(line, where), where
+
+
+def _parse(line: bytes, where: str) -> Record:
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise PotstillError(f"{where} is not UTF-8 ({first_line(error)}); save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise PotstillError(f"{where} is not JSON: {first_line(error)}") from error
+    if not isinstance(record, dict):
+        raise PotstillError(f"{where} holds a {type(record).__name__} where a record {{…}} was expected")
+    return record
+
+
+def _read_json(path: str, skip: int, columns: list[str], source: Source) -> Iterator[tuple[int, Record, str]]:
+    """A `.json` file is lines of records, or one list of them, which is read whole."""
+    with open(path, "rb") as file:
+        head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if not head.startswith(b"["):
+            yield from _read_lines(path, skip, columns, source)
+            return
+        file.seek(0)
+        try:
+            records = json.loads(file.read())
+        except ValueError as error:
+            raise PotstillError(f"{path} is not JSON: {first_line(error)}") from error
+    for number, record in enumerate(records[skip:], skip):
+        where = f"{path}, record {number + 1}"
+        if not isinstance(record, dict):
+            raise PotstillError(f"{where} holds a {type(record).__name__} where a record {{…}} was expected")
+        yield number, record, where
+
+
+def _read_text(path: str, skip: int, columns: list[str], source: Source) -> Iterator[tuple[int, Record, str]]:
+    """A `.txt` file is one document."""
+    if skip:
+        return
+    with open(path, "rb") as file:
+        data = file.read()
+    try:
+        yield 0, {"text": data.decode()}, path
+    except UnicodeDecodeError as error:
+        raise PotstillError(f"{path} is not UTF-8 ({first_line(error)}); save it as UTF-8") from error
+
+
+def _read_parquet(path: str, skip: int, columns: list[str], source: Source) -> Iterator[tuple[int, Record, str]]:
+    with pq.ParquetFile(path) as file:
+        source.check_columns(file.schema_arrow.names, path)
+        first = 0
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if first + rows > skip:
+                batches = file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns)
+                yield from _rows(batches, first, skip, path)
+            first += rows
+
+
+def _read_arrow(path: str, skip: int, columns: list[str], source: Source) -> Iterator[tuple[int, Record, str]]:
+    with pa.memory_map(path) as file:
+        try:
+            reader: Any = pa.ipc.open_file(file)
+            batches: Iterator[pa.RecordBatch] = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        except pa.ArrowInvalid:
+            file.seek(0)
+            reader = pa.ipc.open_stream(file)
+            batches = iter(reader)
+        source.check_columns(reader.schema.names, path)
+        yield from _rows((batch.select(columns) for batch in batches), 0, skip, path)
+
+
+def _rows(batches: Iterator[pa.RecordBatch], first: int, skip: int, path: str) -> Iterator[tuple[int, Record, str]]:
+    """The rows of columnar batches, the first of them numbered `first`, without those before number `skip`."""
+    for batch in batches:
+        for begin in range(max(0, skip - first), batch.num_rows, ROWS_AT_ONCE):
+            for offset, record in enumerate(batch.slice(begin, ROWS_AT_ONCE).to_pylist()):
+                number = first + begin + offset
+                yield number, record, f"{path}, record {number + 1}"
+        first += batch.num_rows
+
+
+READERS = {
+    ".jsonl": _read_lines,
+    ".jsonl.gz": _read_lines,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".txt": _read_text,
+}
+
+
+def _load_dataset(config: SourceConfig, key: str) -> Any:
+    import datasets  # here, because importing it takes seconds and most runs read files
+
+    assert config.dataset is not None
+    path = os.path.expanduser(locate(config.dataset))
+    try:
+        if any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")):
+            loaded = datasets.load_from_disk(path)
+        else:
+            loaded = datasets.load_dataset(
+                path, config.name, split=config.split, revision=config.revision, streaming=config.streaming
+            )
+    except Exception as error:  # whatever the hub, the network or the data set's own files raise
+        raise PotstillError(
+            f"{key}.dataset: cannot load {config.dataset} (split {config.split}): {first_line(error)}"
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if config.split not in loaded:
+            raise PotstillError(f"{key}.split: {path} has no split {config.split} (there: {', '.join(loaded)})")
+        loaded = loaded[config.split]
+    if config.streaming and isinstance(loaded, datasets.Dataset):
+        loaded = loaded.to_iterable_dataset()
+    return loaded

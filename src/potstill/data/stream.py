@@ -1,0 +1,161 @@
+"""Pieces of several sources as one shuffled stream that can begin again anywhere.
+
+A state is a small JSON-able value. It names records, not bytes in a buffer: what was held in memory is read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from potstill.data.examples import Piece, Pieces
+from potstill.data.sources import Source, generator
+from potstill.types import PotstillError
+
+State = dict[str, Any]
+
+DRAWS_AT_ONCE = 4096
+BLOCK_WITHOUT_SHUFFLE = 1024
+
+
+class Cursor:
+    """Where one source's pieces have been read up to."""
+
+    def __init__(self, source: Source, pieces: Pieces, state: Sequence[int] = (0, 0, 0, 0)) -> None:
+        self.source = source
+        self._pieces = pieces
+        self.epoch, self._part, self._record, self._taken = state
+        self._iterator = self._epoch_pieces()
+
+    def state(self) -> list[int]:
+        return [self.epoch, self._part, self._record, self._taken]
+
+    def take(self) -> Piece | None:
+        """The next piece; None once at the end of each epoch."""
+        piece = next(self._iterator, None)
+        if piece is None:
+            self.epoch, self._part, self._record, self._taken = self.epoch + 1, 0, 0, 0
+            self._iterator = self._epoch_pieces()
+        return piece
+
+    def _epoch_pieces(self) -> Iterator[Piece]:
+        start, skip = (self._part, self._record), self._taken
+        fresh = start == (0, 0) and not skip
+        records = found = 0
+        for record, where, (self._part, self._record) in self.source.records(self.epoch, start):
+            records += 1
+            self._taken = 0
+            for number, piece in enumerate(self._pieces(record, where), 1):
+                if number > skip:
+                    found += 1
+                    self._taken = number
+                    yield piece
+            skip = 0
+        if fresh and not found:
+            key = self.source.key
+            if records:
+                raise PotstillError(
+                    f"{key}.share: {self.source.config.share} keeps none of the source's {records} records"
+                )
+            name = self.source.config.dataset or self.source.config.files
+            raise PotstillError(f"{key}: {name if isinstance(name, str) else ', '.join(name or ())} holds no records")
+
+
+class Mixture:
+    """Several sources as one: drawn by weight, without end, or without weights one after another, epoch by epoch."""
+
+    def __init__(
+        self,
+        cursors: Sequence[Cursor],
+        weights: Sequence[float] | None,
+        *,
+        seed: int,
+        epochs: int | None,
+        state: State | None = None,
+    ) -> None:
+        self._cursors = cursors
+        self._seed = seed
+        self._epochs = epochs
+        self._shares = None if weights is None else np.cumsum(weights) / np.sum(weights)
+        self._draws: Any = None
+        self._source, self._drawn = (state["source"], state["drawn"]) if state else (0, 0)
+
+    def state(self) -> State:
+        return {"sources": [cursor.state() for cursor in self._cursors], "source": self._source, "drawn": self._drawn}
+
+    def take(self, most: int) -> tuple[list[Piece], int]:
+        """Up to `most` pieces and their epoch (by weight: the last that all sources have reached); none at the end."""
+        pieces: list[Piece] = []
+        epoch = self._epoch()
+        while len(pieces) < most and (self._epochs is None or epoch < self._epochs):
+            piece = self._cursors[self._source if self._shares is None else self._draw()].take()
+            if piece is not None:
+                pieces.append(piece)
+            elif self._shares is None:
+                self._source = (self._source + 1) % len(self._cursors)
+                if self._source == 0 and pieces:
+                    break
+                epoch = self._epoch()
+        return pieces, epoch
+
+    def _epoch(self) -> int:
+        return min(cursor.epoch for cursor in self._cursors)
+
+    def _draw(self) -> int:
+        assert self._shares is not None
+        if self._draws is None or self._drawn % DRAWS_AT_ONCE == 0:
+            self._draws = generator(self._seed, 3, self._drawn // DRAWS_AT_ONCE).random(DRAWS_AT_ONCE)
+        drawn = self._draws[self._drawn % DRAWS_AT_ONCE]
+        self._drawn += 1
+        return int(min(np.searchsorted(self._shares, drawn, side="right"), len(self._cursors) - 1))
+
+
+class Blocks:
+    """A mixture in blocks of `size` pieces, each shuffled by (seed, epoch, number of the block)."""
+
+    def __init__(self, mixture: Mixture, *, seed: int, size: int, shuffle: bool, state: State | None = None) -> None:
+        self._mixture = mixture
+        self._seed = seed
+        self._size = size if shuffle else min(size, BLOCK_WITHOUT_SHUFFLE)
+        self._shuffle = shuffle
+        self._number, self._index = (state["block"], state["index"]) if state else (0, 0)
+
+    def __iter__(self) -> Iterator[tuple[Piece, Place]]:
+        """Every piece with its place."""
+        while True:
+            start = self._mixture.state()
+            pieces, epoch = self._mixture.take(self._size)
+            if not pieces:
+                return
+            order = range(len(pieces))
+            if self._shuffle:
+                order = generator(self._seed, 4, epoch, self._number).permutation(len(pieces)).tolist()
+            block = Block(start, self._number, epoch)
+            for i in range(self._index, len(pieces)):
+                yield pieces[order[i]], Place(block, i)
+            self._number += 1
+            self._index = 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where a block begins in the mixture."""
+
+    mixture: State
+    number: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a piece stands in the shuffled stream."""
+
+    block: Block
+    index: int
+
+    def state(self, after: bool = False) -> State:
+        """What to begin again from: this piece, or the one after it."""
+        return {"mixture": self.block.mixture, "block": self.block.number, "index": self.index + after}

@@ -1,0 +1,178 @@
+"""A chat as the text its tokenizer's template makes of it, and where in that text each assistant turn stands.
+
+What a turn was answered from is `render(messages[:i])` with the generation prompt; what the turn itself is, is what
+`render(messages[:i + 1])` has beyond that. Most templates only ever append, so that one text serves all turns. Some
+rewrite what came before (they strip the thinking of earlier turns, or move the tools to the last question): a turn that
+the whole conversation no longer shows as it was given becomes a text of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from potstill.types import PotstillError
+
+Message = Mapping[str, Any]
+
+RESERVED = ("add_generation_prompt", "continue_final_message", "conversation", "return_dict", "tokenize", "tools")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A text with the character spans to supervise in it, in order."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+    messages: Sequence[Message]  # what it is the text of: the conversation, or its beginning
+    turns: tuple[int, ...]  # the messages whose spans these are
+
+
+class ChatRenderer:
+    """Turns conversations into texts with one tokenizer's chat template and one source's `chat_template_kwargs`."""
+
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, key: str = "data.sources[0]") -> None:
+        if not tokenizer.chat_template:
+            raise PotstillError(
+                f"{key}.messages: the tokenizer {tokenizer.name_or_path} has no chat template; set student.tokenizer to "
+                "one that has, or give the data as prompt and completion"
+            )
+        reserved = sorted(set(kwargs or {}) & set(RESERVED))
+        if reserved:
+            raise PotstillError(f"{key}.chat_template_kwargs: {', '.join(reserved)} is set by potstill; leave it out")
+        self._tokenizer = tokenizer
+        self._kwargs = dict(kwargs or {})
+        self._specials = tuple(str(t) for t in tokenizer.added_tokens_decoder.values() if t.special)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> list[Rendered]:
+        """The texts of a conversation, the whole of it first; none when there is no assistant turn."""
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            return []
+        whole = self._apply(messages, tools, where)
+        # Texts by how far the conversation goes in each. A turn joins the longest that shows it as it was given.
+        texts: dict[int, tuple[str, list[tuple[int, int]], list[int]]] = {len(messages): (whole, [], [])}
+        for i in reversed(turns):
+            full = whole if i + 1 == len(messages) else self._apply(messages[: i + 1], tools, where)
+            begin, end = self._span(messages, i, full, tools, where)
+            for text, spans, members in texts.values():
+                if text.startswith(full[:end]):
+                    break
+            else:
+                text, spans, members = texts.setdefault(i + 1, (full, [], []))
+            spans.append((begin, end))
+            members.append(i)
+        return [
+            Rendered(text, tuple(reversed(spans)), messages[:length], tuple(reversed(members)))
+            for length, (text, spans, members) in texts.items()
+            if members
+        ]
+
+    def _span(
+        self, messages: Sequence[Message], i: int, full: str, tools: Sequence[Any] | None, where: str
+    ) -> tuple[int, int]:
+        """Where turn `i` begins and ends in `full`, the text of the conversation up to and with it."""
+        if i == 0:
+            begin = self._opening(full, messages[0], tools, where)
+        else:
+            prompt = self._apply(messages[:i], tools, where, add_generation_prompt=True)
+            begin = (
+                len(prompt) if full.startswith(prompt) else self._after_header(messages[:i], full, prompt, tools, where)
+            )
+        # The line break many templates write after the end of a turn belongs to the template, not to the model's answer.
+        bare = full.rstrip()
+        return begin, len(bare) if len(bare) > begin and bare.endswith(self._specials) else len(full)
+
+    def _after_header(
+        self, before: Sequence[Message], full: str, prompt: str, tools: Sequence[Any] | None, where: str
+    ) -> int:
+        """Where the turn begins when its generation prompt says more than the turn shows (an opened thought, say)."""
+        shorter = self._apply(before, tools, where)
+        if not full.startswith(shorter):
+            raise PotstillError(
+                f"{where}: the chat template does not show turn {len(before) + 1} as a continuation of the turns before "
+                "it, so which of its text is the assistant's cannot be told; use another template (student.tokenizer)"
+            )
+        common = full[: len(os.path.commonprefix((full, prompt)))]
+        # Only whole marks and lines of what the two share are the header; the rest may be the answer's own beginning.
+        ends = [common.rfind(mark) + len(mark) for mark in (*self._specials, "\n") if mark in common]
+        return max([len(shorter), *ends])
+
+    def _opening(self, full: str, first: Message, tools: Sequence[Any] | None, where: str) -> int:
+        """Where the assistant's turn begins when it opens the conversation, and there is nothing to render before it."""
+        try:
+            # In a list of conversations an empty one is allowed.
+            (nothing,) = self._tokenizer.apply_chat_template(
+                [[]], tools=tools, tokenize=False, add_generation_prompt=True, **self._kwargs
+            )
+        except Exception:  # most templates look at the first message
+            nothing = None
+        if nothing is not None and full.startswith(nothing):
+            return len(nothing)
+        question = [{"role": "user", "content": "?"}]
+        asked = self._apply(question, tools, where)
+        header = self._apply(question, tools, where, add_generation_prompt=True)[len(asked) :]
+        if header and header in full:
+            return full.index(header) + len(header)
+        raise PotstillError(f"{where}: the conversation begins with the assistant, which its chat template cannot show")
+
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str, **kwargs: bool) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, **kwargs, **self._kwargs
+            )
+        except Exception as error:  # a template may raise anything; most say in a sentence what they do not like
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise PotstillError(
+                f"{where}: the chat template refuses the first {len(messages)} messages: {reason}"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+
+def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """The messages of a record, checked. Keys without a value are left out: columnar files add them to every message."""
+    value = _from_json(value)
+    if not isinstance(value, list) or not value:
+        raise PotstillError(f"{where} is not a list of messages, each with role and content")
+    messages = []
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise PotstillError(f"{where}: message {number} has no role")
+        message = without_nulls(message)
+        if not isinstance(message.get("content"), str | list):
+            if "content" in message or not message.get("tool_calls"):
+                raise PotstillError(f"{where}: message {number} ({message['role']}) has no text as its content")
+            message["content"] = ""
+        messages.append(message)
+    return messages
+
+
+def read_tools(value: Any, where: str) -> list[Any] | None:
+    value = without_nulls(_from_json(value))
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise PotstillError(f"{where} is not a list of tools, each a JSON schema")
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [without_nulls(v) for v in value]
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    """Many data sets keep nested columns as JSON in a string."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
