@@ -1,7 +1,7 @@
 """Records to pieces of text, and pieces to Examples.
 
-A piece is text with what is supervised in it, before any tokenizer: that is what is shuffled and what an example's key is
-the hash of. Long plain texts are cut here, as text, so that whoever tokenizes the piece later has seen the same beginning.
+A piece is text with what is supervised in it, before any tokenizer: that is what is shuffled, and what an example's key
+is the hash of. Long plain texts are cut here, as text, so that whoever tokenizes a piece has seen the same beginning.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Encoder:
             )
         self._backend = _untrimmed(tokenizer.backend_tokenizer)
         self._max_length = max_length
-        self._eos = tokenizer.eos_token_id if append_eos else None
+        self._eos: int | None = tokenizer.eos_token_id if append_eos else None
         added = tokenizer.added_tokens_decoder
         self._special = np.zeros(max([len(tokenizer), *(i + 1 for i in added)]), dtype=np.bool_)
         self._special[[i for i, token in added.items() if token.special]] = True
@@ -207,12 +207,12 @@ class Encoder:
         before, after = (0, 0) if piece.template else (self._before, self._after)
         text_end = len(ids) - after
         spans[text_end:] = len(piece.text)
-        ends = not piece.template and self._eos is not None
-        if ends and not piece.last:
+        eos = None if piece.template else self._eos
+        if eos is not None and not piece.last:
             # The text goes on in the next piece, whatever the tokenizer believes.
             ids, spans = ids[:text_end], spans[:text_end]
-        elif ends and (not len(ids) or ids[-1] != self._eos):
-            ids = np.append(ids, np.int32(self._eos))
+        elif eos is not None and (not len(ids) or ids[-1] != eos):
+            ids = np.append(ids, np.int32(eos))
             spans = np.append(spans, [[len(piece.text)] * 2], axis=0)
         supervised = np.zeros(len(ids), dtype=np.bool_)
         for begin, end in piece.spans or ((0, len(piece.text)),):
@@ -250,8 +250,8 @@ def _bytes_covered(text: str, spans: npt.NDArray[np.int64]) -> int:
 
 
 def _untrimmed(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A copy whose offsets are true: many byte-level tokenizers leave white space out of them, and then it cannot be told
-    whether a token begins before or after the end of a prompt."""
+    """A copy whose offsets are true: many byte-level tokenizers leave white space out of them, and then it cannot be
+    told whether a token begins before or after the end of a prompt."""
     spec = json.loads(backend.to_str())
     spec["truncation"] = spec["padding"] = None
     processors = [spec["post_processor"] or {}]

@@ -2,8 +2,8 @@
 
     sources ─► pieces ─► mixture ─► shuffled blocks ─► Examples ─► groups of windows ─► Window
 
-A group is as many examples as fill several windows. Within it examples are packed, or sorted by length; its windows then
-come in random order. A state says where the group begins in the stream of pieces and how many of its windows are done.
+A group is as many examples as fill several windows. Within it examples are packed, or sorted by length; its windows
+then come in random order. A state says where the group begins in the stream, and how many of its windows are done.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Group:
 class Windows:
     """An iterator of windows: `batch_size` rows each, packed rows of several documents or padded ones of one.
 
-    `epochs=None` goes round without end; with epochs the last window may be smaller. `limit` ends after so many examples.
+    `epochs=None` goes round without end; with epochs the last window may be smaller. `limit` ends after so many
+    examples. A reader that must not stand still between groups wants them `Prefetched(windows, windows.group_windows)`.
     What lies in a window does not depend on `micro_batch_size`. `key` names the section of the recipe in messages.
     """
 
@@ -120,7 +121,7 @@ class Windows:
         return total
 
     def _run(self) -> Iterator[Window]:
-        counts = Counter(self._state["counts"])
+        counts: Counter[str] = Counter(self._state["counts"])
         done = self._state["windows"]
         for group in self._groups():
             if not done:

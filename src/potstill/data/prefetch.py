@@ -17,7 +17,7 @@ _CLOSE_SECONDS = 10.0
 
 
 class Prefetched(Generic[T]):
-    """Iterates `iterable` on a thread, up to `depth` items ahead. `waited` is how many seconds its reader stood still."""
+    """Iterates `iterable` on a thread, up to `depth` items ahead. `waited`: seconds its reader stood still."""
 
     def __init__(self, iterable: Iterable[T], depth: int = 2) -> None:
         self.waited = 0.0

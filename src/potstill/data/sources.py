@@ -1,7 +1,7 @@
 """Where records come from: jsonl, json, parquet, arrow and txt files, and Hugging Face data sets.
 
-A source gives its records in an order that depends on (seed, epoch) alone, and can begin again at any of them: a position
-is (part, record), where a part is a file in the epoch's order, or the one data set.
+A source gives its records in an order that depends on (seed, epoch) alone, and can begin again at any of them: a
+position is (part, record), where a part is a file in the epoch's order, or the one data set.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ class Cursor:
         start, skip = (self._part, self._record), self._taken
         fresh = start == (0, 0) and not skip
         records = found = 0
-        for record, where, (self._part, self._record) in self.source.records(self.epoch, start):
+        for record, where, position in self.source.records(self.epoch, start):
             records += 1
-            self._taken = 0
+            (self._part, self._record), self._taken = position, 0
             for number, piece in enumerate(self._pieces(record, where), 1):
                 if number > skip:
                     found += 1
@@ -81,7 +81,8 @@ class Mixture:
         self._epochs = epochs
         self._shares = None if weights is None else np.cumsum(weights) / np.sum(weights)
         self._draws: Any = None
-        self._source, self._drawn = (state["source"], state["drawn"]) if state else (0, 0)
+        self._source: int = state["source"] if state else 0
+        self._drawn: int = state["drawn"] if state else 0
 
     def state(self) -> State:
         return {"sources": [cursor.state() for cursor in self._cursors], "source": self._source, "drawn": self._drawn}
@@ -121,7 +122,8 @@ class Blocks:
         self._seed = seed
         self._size = size if shuffle else min(size, BLOCK_WITHOUT_SHUFFLE)
         self._shuffle = shuffle
-        self._number, self._index = (state["block"], state["index"]) if state else (0, 0)
+        self._number: int = state["block"] if state else 0
+        self._index: int = state["index"] if state else 0
 
     def __iter__(self) -> Iterator[tuple[Piece, Place]]:
         """Every piece with its place."""

@@ -9,7 +9,6 @@ the whole conversation no longer shows as it was given becomes a text of its own
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +36,8 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None, key: str = "data.sources[0]") -> None:
         if not tokenizer.chat_template:
             raise PotstillError(
-                f"{key}.messages: the tokenizer {tokenizer.name_or_path} has no chat template; set student.tokenizer to "
-                "one that has, or give the data as prompt and completion"
+                f"{key}.messages: the tokenizer {tokenizer.name_or_path} has no chat template; set student.tokenizer "
+                "to one that has, or give the data as prompt and completion"
             )
         reserved = sorted(set(kwargs or {}) & set(RESERVED))
         if reserved:
@@ -53,22 +52,19 @@ class ChatRenderer:
         if not turns:
             return []
         whole = self._apply(messages, tools, where)
-        # Texts by how far the conversation goes in each. A turn joins the longest that shows it as it was given.
-        texts: dict[int, tuple[str, list[tuple[int, int]], list[int]]] = {len(messages): (whole, [], [])}
+        # Texts and spans by how far the conversation goes. A turn joins the longest that shows it as it was given.
+        texts: dict[int, str] = {len(messages): whole}
+        spans: dict[int, dict[int, tuple[int, int]]] = {len(messages): {}}
         for i in reversed(turns):
             full = whole if i + 1 == len(messages) else self._apply(messages[: i + 1], tools, where)
             begin, end = self._span(messages, i, full, tools, where)
-            for text, spans, members in texts.values():
-                if text.startswith(full[:end]):
-                    break
-            else:
-                text, spans, members = texts.setdefault(i + 1, (full, [], []))
-            spans.append((begin, end))
-            members.append(i)
+            length = next((n for n, text in texts.items() if text.startswith(full[:end])), i + 1)
+            texts.setdefault(length, full)
+            spans.setdefault(length, {})[i] = (begin, end)
         return [
-            Rendered(text, tuple(reversed(spans)), messages[:length], tuple(reversed(members)))
-            for length, (text, spans, members) in texts.items()
-            if members
+            Rendered(texts[n], tuple(reversed(found.values())), messages[:n], tuple(reversed(found)))
+            for n, found in spans.items()
+            if found
         ]
 
     def _span(
@@ -82,7 +78,7 @@ class ChatRenderer:
             begin = (
                 len(prompt) if full.startswith(prompt) else self._after_header(messages[:i], full, prompt, tools, where)
             )
-        # The line break many templates write after the end of a turn belongs to the template, not to the model's answer.
+        # The line break many templates write after the end of a turn is the template's, not the model's.
         bare = full.rstrip()
         return begin, len(bare) if len(bare) > begin and bare.endswith(self._specials) else len(full)
 
@@ -93,16 +89,17 @@ class ChatRenderer:
         shorter = self._apply(before, tools, where)
         if not full.startswith(shorter):
             raise PotstillError(
-                f"{where}: the chat template does not show turn {len(before) + 1} as a continuation of the turns before "
-                "it, so which of its text is the assistant's cannot be told; use another template (student.tokenizer)"
+                f"{where}: the chat template does not show turn {len(before) + 1} as a continuation of the turns "
+                "before it, so what the assistant said cannot be told apart; use another template (student.tokenizer)"
             )
-        common = full[: len(os.path.commonprefix((full, prompt)))]
+        same = [a == b for a, b in zip(full, prompt, strict=False)]
+        common = full[: same.index(False) if False in same else len(same)]
         # Only whole marks and lines of what the two share are the header; the rest may be the answer's own beginning.
         ends = [common.rfind(mark) + len(mark) for mark in (*self._specials, "\n") if mark in common]
         return max([len(shorter), *ends])
 
     def _opening(self, full: str, first: Message, tools: Sequence[Any] | None, where: str) -> int:
-        """Where the assistant's turn begins when it opens the conversation, and there is nothing to render before it."""
+        """Where the assistant's turn begins when it opens the conversation: there is nothing to render before it."""
         try:
             # In a list of conversations an empty one is allowed.
             (nothing,) = self._tokenizer.apply_chat_template(
@@ -134,7 +131,7 @@ class ChatRenderer:
 
 
 def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """The messages of a record, checked. Keys without a value are left out: columnar files add them to every message."""
+    """The messages of a record, checked. Keys without a value are left out: columnar files add them everywhere."""
     value = _from_json(value)
     if not isinstance(value, list) or not value:
         raise PotstillError(f"{where} is not a list of messages, each with role and content")
