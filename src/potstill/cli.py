@@ -1,0 +1,146 @@
+"""The command line: one thin function a command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from potstill.types import PotstillError
+
+app = typer.Typer(
+    name="potstill",
+    help="Distil a teacher language model into a student.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error, not only its sentence.")
+    ] = False,
+) -> None:
+    """Distil a teacher language model into a student."""
+    # What libraries say about themselves would drown what potstill says about the run.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option(help="Folder for the two runs and the report.")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option(help="Seed of the student's first weights and of the order of the text.")] = 0,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 400,
+) -> None:
+    """Distil the shipped teacher into a small student and compare it with one trained on the text alone."""
+    from potstill.quickstart import quickstart as run_quickstart
+
+    run_quickstart(out, seed=seed, steps=steps)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe; docs/recipe.md lists its keys.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …, over the recipe's own.")] = None,
+) -> None:
+    """Run a recipe, or go on with it where it stopped.
+
+    Example: potstill train recipes/distil.yaml train.steps=200 run=runs/short
+    """
+    from potstill import train as run_recipe
+    from potstill.recipe import load_recipe
+
+    run = run_recipe(load_recipe(recipe, overrides or []))
+    console = Console(soft_wrap=True)
+    if run.stopped_by:
+        console.print(
+            f"stopped by {run.stopped_by} at step {run.step}; the same command goes on from there", highlight=False
+        )
+    console.print(f"student: {run.model}", highlight=False)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Model folder, shipped:NAME or hub id.")],
+    data: Annotated[
+        list[str], typer.Option(help="Files (jsonl, parquet, arrow, txt; globs), or a data set folder or name.")
+    ],
+    teacher: Annotated[str | None, typer.Option(help="Measure KL and agreement against this model.")] = None,
+    text: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
+    messages: Annotated[str | None, typer.Option(help="Column with chats, instead of --text.")] = None,
+    split: Annotated[str, typer.Option(help="Split of a data set.")] = "train",
+    max_length: Annotated[int, typer.Option(help="Longest sequence in tokens.")] = 1024,
+    piece_bytes: Annotated[int | None, typer.Option(help="Cut texts into pieces of so many bytes.")] = None,
+    examples: Annotated[int | None, typer.Option(help="Use only the first so many examples.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 8,
+    packing: Annotated[bool, typer.Option(help="Several documents a row.")] = True,
+    prompt: Annotated[list[str] | None, typer.Option(help="Also complete this beginning; may be repeated.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Length of the completions.")] = 64,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    json_out: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Bits per byte, perplexity, calibration, and closeness to a teacher, on given text."""
+    from potstill.evals.command import evaluate_model, source_of
+
+    evaluate_model(
+        model,
+        teacher=teacher,
+        source=source_of(data, text=text, messages=messages, split=split),
+        max_length=max_length,
+        piece_bytes=piece_bytes,
+        packing=packing,
+        examples=examples,
+        batch_size=batch_size,
+        prompts=prompt or [],
+        max_new_tokens=max_new_tokens,
+        device_name=device,
+        as_json=json_out,
+    )
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write one self-contained HTML page with the curves, samples, evaluation and recipes of one or more runs."""
+    from potstill.report import write_report
+
+    Console(soft_wrap=True).print(f"report: {write_report(runs, out)}", highlight=False)
+
+
+@app.command()
+def schema() -> None:
+    """Print the recipe's JSON Schema, for editors that complete and check YAML."""
+    from potstill.recipe import recipe_schema
+
+    print(recipe_schema())
+
+
+def main() -> None:
+    """The `potstill` command: an error a person can mend is one sentence on stderr, and exit code 1."""
+    try:
+        app()
+    except PotstillError as error:
+        if "--debug" in sys.argv:
+            raise
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_escaped(error)}", highlight=False)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _escaped(error: PotstillError) -> str:
+    from rich.markup import escape
+
+    return escape(str(error))

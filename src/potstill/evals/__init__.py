@@ -1,0 +1,1 @@
+"""How good a student is, and how close to its teacher."""

@@ -1,0 +1,67 @@
+"""`potstill eval`: a model on given text, from the command line's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from potstill.config import DataConfig, StudentConfig, TeacherConfig
+from potstill.evals.fidelity import complete, evaluate, evaluation_batches
+from potstill.models import check_fit, load_student
+from potstill.parallel.mesh import pick_device
+from potstill.recipe import checked
+from potstill.teachers.live import open_teachers
+
+
+def evaluate_model(
+    model: str,
+    *,
+    teacher: str | None,
+    source: dict[str, Any],
+    max_length: int,
+    piece_bytes: int | None,
+    packing: bool,
+    examples: int | None,
+    batch_size: int,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    device_name: str,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Evaluate, print, and give back the numbers."""
+    keys = {"sources": [source], "max_length": max_length, "piece_bytes": piece_bytes, "packing": packing}
+    data = checked(DataConfig, keys, "--data")
+    device = pick_device(device_name)
+    student = load_student(StudentConfig(model=model), device, seed=0)
+    teachers = open_teachers([TeacherConfig(model=teacher)] if teacher else [], student, device)
+    for who, language_model in [(model, student), *((t.name, t.language_model) for t in teachers)]:
+        check_fit(data, "--data", who, language_model)
+    console = Console(stderr=as_json, soft_wrap=True)
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("evaluating", total=None)
+        batches = evaluation_batches(data, student, batch_size, examples)
+        result = evaluate(student, teachers[0] if teachers else None, batches, device, lambda n: bar.advance(task, n))
+    result["samples"] = complete(student, prompts, max_new_tokens)
+    print(json.dumps(result, ensure_ascii=False)) if as_json else show(console, result)
+    return result
+
+
+def source_of(data: Sequence[str], **columns: Any) -> dict[str, Any]:
+    """--data as a source: files where they look like files, else a data set."""
+    is_files = all(Path(d).suffix or d.startswith("shipped:") or "*" in d for d in data)
+    where = {"files": list(data)} if is_files else {"dataset": data[0]}
+    return {**where, **{key: value for key, value in columns.items() if value is not None}}
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    for key, value in result.items():
+        if key != "samples" and value is not None:
+            number = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+            console.print(f"{key.replace('_', ' '):<16} {number}", highlight=False)
+    for sample in result["samples"]:
+        console.print(f"\n{sample['prompt']}|{sample['text']}", highlight=False, markup=False)

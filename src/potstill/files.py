@@ -1,0 +1,109 @@
+"""Files that are never half there: written beside, synced, renamed into place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from potstill.types import PotstillError
+
+MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished-"
+
+
+def write_text(path: Path, text: str) -> None:
+    beside = path.with_name(f"{UNFINISHED}{path.name}")
+    with open(beside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill. It appears at `path`, with a manifest of its files' sizes and checksums, only when the block ends
+    without an error; whatever happens, nothing half-written stands at `path`."""
+    beside = path.with_name(f"{UNFINISHED}{path.name}")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        write_text(beside / MANIFEST, json.dumps({"files": _checksums(beside, sync=True)}, indent=1))
+        beside.rename(path)
+        _sync(path.parent)
+    except BaseException as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        if isinstance(error, OSError) or "No space left" in str(error):
+            raise PotstillError(
+                f"could not write {path}: {_reason(error)}; what was there before is untouched"
+            ) from error
+        raise
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a folder that `new_folder` made, or None."""
+    try:
+        expected: dict[str, Any] = json.loads((folder / MANIFEST).read_text())["files"]
+        found = _checksums(folder, sync=False)
+    except (OSError, ValueError, KeyError) as error:
+        return f"its manifest cannot be read ({error})"
+    for name, entry in expected.items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name] != entry:
+            return f"{name} is not what was written"
+    return None
+
+
+def point(link: Path, target: Path) -> None:
+    """Make `link` a relative symbolic link to `target`, replacing an older one at once."""
+    beside = link.with_name(f"{UNFINISHED}{link.name}")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(os.path.relpath(target, link.parent))
+    beside.replace(link)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what an interrupted writer left."""
+    for left in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+
+
+def _checksums(folder: Path, sync: bool) -> dict[str, dict[str, int]]:
+    entries = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST):
+        checksum, size = 0, 0
+        with open(path, "rb") as file:
+            if sync:
+                os.fsync(file.fileno())
+            while block := file.read(1 << 22):
+                checksum, size = zlib.crc32(block, checksum), size + len(block)
+        entries[str(path.relative_to(folder))] = {"bytes": size, "crc32": checksum}
+    return entries
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _reason(error: BaseException) -> str:
+    """The system's own words, dug out of what other libraries wrap around them."""
+    text = str(error)
+    return (
+        "No space left on device"
+        if "No space left" in text
+        else text.strip().splitlines()[-1]
+        if text.strip()
+        else repr(error)
+    )

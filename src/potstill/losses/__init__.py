@@ -1,0 +1,17 @@
+"""Losses over rows. A loss never sees a mask, a pad id or a label of -100."""
+
+from potstill.losses.compare import RowStats, compare_rows
+from potstill.losses.divergences import DIVERGENCES
+from potstill.losses.fused import FusedLoss, fused_linear_kd
+from potstill.types import DenseTarget, SampledTarget, TopKTarget
+
+__all__ = [
+    "DIVERGENCES",
+    "DenseTarget",
+    "FusedLoss",
+    "RowStats",
+    "SampledTarget",
+    "TopKTarget",
+    "compare_rows",
+    "fused_linear_kd",
+]

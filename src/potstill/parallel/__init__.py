@@ -1,0 +1,1 @@
+"""How the work is spread over processes."""

@@ -1,0 +1,27 @@
+"""The one place that reduces over ranks. With one process every reduction is the value itself."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Elementwise sum over the data-parallel ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto`: cuda, mps or cpu, whichever there is."""
+    if name != "auto":
+        return torch.device(name)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

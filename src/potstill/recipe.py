@@ -1,0 +1,174 @@
+"""Recipes in and out: YAML with dotted overrides into a checked Recipe, with every problem reported at once."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from potstill.config import Recipe
+from potstill.types import PotstillError
+
+Checked = TypeVar("Checked", bound=BaseModel)
+
+
+def load_recipe(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe from a YAML file, a mapping or a Recipe, with `key.sub=value` overrides on top."""
+    if isinstance(recipe, Recipe):
+        keys, where = recipe.model_dump(mode="json", by_alias=True), "the recipe"
+    elif isinstance(recipe, Mapping):
+        keys, where = dict(recipe), "the recipe"
+    else:
+        keys, where = _read_yaml(Path(recipe)), str(recipe)
+    return checked(Recipe, _overridden(keys, overrides), where)
+
+
+def checked(section: type[Checked], keys: Any, where: str) -> Checked:
+    """Keys as a checked section of a recipe; all that is wrong with them in one error."""
+    try:
+        return section.model_validate(keys)
+    except ValidationError as error:
+        raise PotstillError(_explain(error, section, where)) from None
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The recipe with every default spelled out; `load_recipe` reads it back to an equal one."""
+    return yaml.safe_dump(recipe.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+
+
+def recipe_schema() -> str:
+    """JSON Schema of a recipe, for editors."""
+    return json.dumps(Recipe.model_json_schema(), indent=2)
+
+
+def changed_keys(old: Recipe, new: Recipe) -> list[str]:
+    """Dotted keys in which two recipes differ, as `key: old → new`."""
+    before, after = (_flat(r.model_dump(mode="json", by_alias=True)) for r in (old, new))
+    keys = [k for k in {**before, **after} if before.get(k) != after.get(k)]
+    return [f"{k}: {before.get(k)} → {after.get(k)}" for k in keys]
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping) and value:
+        return {k: v for key, sub in value.items() for k, v in _flat(sub, f"{prefix}{key}.").items()}
+    if isinstance(value, list) and value:
+        return {k: v for i, sub in enumerate(value) for k, v in _flat(sub, f"{prefix}{i}.").items()}
+    return {prefix.rstrip("."): value}
+
+
+def _read_yaml(path: Path) -> Any:
+    if not path.is_file():
+        raise PotstillError(f"there is no recipe {path}")
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise PotstillError(f"{path} is not a readable YAML recipe: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, dict):
+        raise PotstillError(f"{path} is not a recipe: expected keys such as student, data and train at the top")
+    return loaded
+
+
+def _overridden(keys: Any, overrides: Iterable[str]) -> Any:
+    config = OmegaConf.create(keys)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise PotstillError(f"cannot read the override {override!r}: write key.sub=value, as in train.steps=200")
+        try:
+            value = yaml.safe_load(text) if text else None
+            _set(config, key.replace("[", ".").replace("]", "").split("."), value, override)
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            raise PotstillError(f"cannot apply the override {override!r}: {' '.join(str(error).split())}") from None
+    return OmegaConf.to_container(config, resolve=True)
+
+
+def _set(config: DictConfig | ListConfig, path: list[str], value: Any, override: str) -> None:
+    """Set `a.b.0.c` in the config; a list's index must be one that is there."""
+    node: Any = config
+    for depth, part in enumerate(path):
+        key: str | int = part
+        if isinstance(node, ListConfig):
+            if not part.isdecimal() or int(part) >= len(node):
+                at = ".".join(path[:depth])
+                raise PotstillError(
+                    f"override {override!r}: {at} is a list of {len(node)}; {part!r} is not one of its places"
+                )
+            key = int(part)
+        if depth == len(path) - 1:
+            OmegaConf.update(node, str(key), value, merge=False, force_add=True) if isinstance(node, DictConfig) else (
+                node.__setitem__(key, value)
+            )
+            return
+        if isinstance(node, DictConfig) and not isinstance(node.get(part), DictConfig | ListConfig):
+            node[part] = {}
+        node = node[key]
+
+
+def _explain(error: ValidationError, root: type[BaseModel], where: str) -> str:
+    """All problems of a recipe, one line each: the key, the value and what is allowed."""
+    lines: dict[str, list[str]] = {}
+    for detail in error.errors(include_url=False):
+        key, section = _place(detail["loc"], root)
+        message = _problem(detail, section)
+        if message not in lines.setdefault(key, []):
+            lines[key].append(message)
+    problems = [f"{key or 'recipe'}: {', or '.join(messages)}" for key, messages in lines.items()]
+    if len(problems) == 1:
+        return f"{where}: {problems[0]}"
+    return f"{where} has {len(problems)} problems:\n" + "\n".join(f"  - {line}" for line in problems)
+
+
+def _problem(detail: ErrorDetails, section: type[BaseModel] | None) -> str:
+    if detail["type"] == "extra_forbidden":
+        names = [f.alias or name for name, f in section.model_fields.items()] if section else []
+        near = difflib.get_close_matches(str(detail["loc"][-1]), names, n=1, cutoff=0.5)
+        return "no such key; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}")
+    if detail["type"] == "missing":
+        return "is missing"
+    message = detail["msg"].removeprefix("Value error, ").replace("Input should be ", "should be ")
+    return message if detail["type"] == "value_error" else f"{message}, not {detail['input']!r}"
+
+
+def _place(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
+    """The dotted key of an error and the model that holds it. Pydantic's location also names the branch of a union; those
+    parts are not keys and are left out."""
+    key = ""
+    holder: Any = root
+    section: type[BaseModel] | None = root
+    for part in loc:
+        models = _models(holder)
+        if isinstance(part, int):
+            key += f"[{part}]"
+            continue
+        fields = {f.alias or name: f for m in models for name, f in m.model_fields.items()}
+        section = models[0] if models else None
+        if part in fields:
+            holder = fields[part].annotation
+        elif part == loc[-1] and models and not _is_branch(part, models):
+            holder = None
+        else:
+            continue
+        key += f".{part}" if key else part
+    return key, section
+
+
+def _is_branch(part: str, models: list[type[BaseModel]]) -> bool:
+    return part in {m.__name__ for m in models} or part in {"float", "int", "str"} or "[" in part
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The pydantic models an annotation holds, through lists, unions and Annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (Union, UnionType, list, Annotated):
+        return [m for arg in get_args(annotation) for m in _models(arg)]
+    return []

@@ -1,0 +1,1 @@
+"""Where the teacher's signal comes from."""

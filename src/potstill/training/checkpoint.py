@@ -1,0 +1,127 @@
+"""Checkpoints: the student in Hugging Face format beside what training needs to go on exactly where it was.
+
+step-00000400/
+  model/         the student, as `from_pretrained` loads it, with its tokenizer
+  state/         weights, optimizers and random state, by torch.distributed.checkpoint
+  progress.json  step, position in the data, totals
+  manifest.json  sizes and checksums of the above
+
+`latest` and `best` (lowest bits per byte) link to two of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from potstill.files import damage, new_folder, point, remove_unfinished, write_text
+from potstill.models import LanguageModel, quiet
+from potstill.parallel.mesh import rank
+from potstill.types import PotstillError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: all that is needed, besides weights and optimizer, to go on."""
+
+    step: int  # optimizer steps taken
+    tokens: int  # supervised tokens so far
+    data: dict[str, Any] | None  # the data iterator's position
+    counts: dict[str, int]
+    total_steps: int
+    best_step: int | None
+    best_bits_per_byte: float | None
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def prepare(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self.folder)
+
+    def at(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def all(self) -> list[Path]:
+        """Oldest first."""
+        return sorted(self.folder.glob("step-????????"))
+
+    def save(self, progress: Progress, student: LanguageModel, module: nn.Module, optimizers: list[Optimizer]) -> Path:
+        path = self.at(progress.step)
+        with new_folder(path) as beside:
+            with quiet():
+                state = _state(module, optimizers)
+                state_dict_saver.save(state, checkpoint_id=beside / "state", no_dist=not _distributed())
+                student.model.save_pretrained(beside / "model")
+                student.tokenizer.save_pretrained(beside / "model")
+            write_text(beside / "progress.json", json.dumps(asdict(progress)))
+        point(self.folder / "latest", path)
+        if progress.best_step is not None:
+            point(self.folder / "best", self.at(progress.best_step))
+        self._prune(progress)
+        return path
+
+    def newest(self, warn: Callable[[str], None]) -> tuple[Path, Progress] | None:
+        """The newest checkpoint that is whole. A damaged one is reported and the one before is used."""
+        damaged = []
+        for path in reversed(self.all()):
+            if reason := damage(path):
+                damaged.append(path)
+                warn(f"checkpoint {path} is damaged ({reason}); trying the one before")
+                continue
+            for bad in damaged:  # out of the way: the run will write this step anew
+                shutil.rmtree(bad)
+            return path, Progress(**json.loads((path / "progress.json").read_text()))
+        if damaged:
+            raise PotstillError(f"no checkpoint in {self.folder} is whole; to start the run anew, remove that folder")
+        return None
+
+    def load(self, path: Path, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        state = _state(module, optimizers)
+        with quiet():
+            state_dict_loader.load(state, checkpoint_id=path / "state", no_dist=not _distributed())
+        set_state_dict(module, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizers"])
+        _set_random_state(state["random"][f"rank{rank()}"])
+
+    def _prune(self, progress: Progress) -> None:
+        kept = {self.at(progress.best_step)} if progress.best_step is not None else set()
+        for path in self.all()[: -self.keep]:
+            if path not in kept:
+                shutil.rmtree(path)
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_initialized()
+
+
+def _state(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    weights, optimizer_state = get_state_dict(module, optimizers)
+    return {"model": weights, "optimizers": optimizer_state, "random": {f"rank{rank()}": _random_state()}}
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,50 @@
+"""Why a loss is not a number: looked into only once it has happened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from potstill.types import Batch, DenseTarget
+
+if TYPE_CHECKING:
+    from potstill.data import Window
+    from potstill.training.setup import Parts
+    from potstill.training.student import LossKnobs
+
+
+@torch.no_grad()
+def diagnose(parts: Parts, window: Window, knobs: LossKnobs, step: int) -> str:
+    """One sentence: step, micro-batch, documents, and the likely cause."""
+    nothing_taken = "; the step was not taken and the last checkpoint is untouched"
+    bad = [name for name, p in parts.module.named_parameters() if not torch.isfinite(p).all()]
+    if bad:
+        return f"step {step}: the student's weights are not finite ({bad[0]}): an earlier step was too large{nothing_taken}"
+    for number, host_batch in enumerate(window.batches, 1):
+        batch = host_batch.to(parts.device)
+        where = f"step {step}, micro-batch {number} of {len(window.batches)} ({_documents(batch)})"
+        targets = []
+        for index, teacher in enumerate(parts.teachers):
+            target = teacher.targets(batch)
+            targets.append((teacher.weight, target))
+            if (
+                isinstance(target, DenseTarget)
+                and target.hidden is not None
+                and not torch.isfinite(target.hidden).all()
+            ):
+                cause = f"the teacher's hidden states are not finite: try teachers[{index}].dtype: float32"
+                return f"the loss is not finite at {where}: {cause}{nothing_taken}"
+        loss, _ = parts.module(batch, targets, batch.supervised_tokens, knobs)
+        if not torch.isfinite(loss):
+            cause = "the student's own output is not finite: try a lower train.optimizer.lr, or precision fp32"
+            return f"the loss is not finite at {where}: {cause}{nothing_taken}"
+    cause = (
+        "the loss is finite but its gradient is not: try a lower train.optimizer.lr, a longer warmup, or precision fp32"
+    )
+    return f"step {step}: {cause}{nothing_taken}"
+
+
+def _documents(batch: Batch) -> str:
+    names = [example.source or example.key for example in batch.examples]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

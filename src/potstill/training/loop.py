@@ -1,0 +1,176 @@
+"""The one training loop: whatever the teacher, the text or the number of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from potstill.config import Recipe, value_at
+from potstill.data import Prefetched, Window
+from potstill.parallel.mesh import sum_over_ranks
+from potstill.recipe import load_recipe
+from potstill.training.checkpoint import Progress
+from potstill.training.diagnosis import diagnose
+from potstill.training.metrics import Stopwatch, peak_memory_bytes, watchers
+from potstill.training.optimizer import lr_factor, set_lr
+from potstill.training.run import Callback, Run
+from potstill.training.setup import Parts, assemble, open_run, resume
+from potstill.training.stop import StopSignal
+from potstill.training.student import SUMS, LossKnobs
+from potstill.types import Batch, PotstillError, Target, Teacher
+
+
+def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[Callback] = ()) -> Run:
+    """Run a recipe to its end, or from where it stopped to its end."""
+    recipe, console = load_recipe(recipe), Console(soft_wrap=True)
+    run, checkpoints = open_run(recipe)
+    parts = assemble(recipe)
+    progress = resume(recipe, run, parts, checkpoints, console)
+    watching = [*watchers(recipe, console), *callbacks]
+    clock = Stopwatch()
+
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopSignal())
+        windows = stack.enter_context(Prefetched(parts.windows(progress.data)))
+        for watcher in watching:
+            watcher.started(run)
+            stack.callback(watcher.ended, run)
+        while run.step < run.total_steps and not stop.signal:
+            with clock.of("data"):
+                window = next(windows)
+            metrics = optimizer_step(recipe, parts, window, run, clock)
+            run.step, run.counts = run.step + 1, window.counts
+            progress = replace(
+                progress, step=run.step, data=window.state, counts=window.counts, tokens=metrics["tokens"]
+            )
+            for watcher in watching:
+                watcher.stepped(run, metrics)
+
+            last = run.step == run.total_steps
+            if recipe.eval is not None and (last or _due(run.step, recipe.eval.every)):
+                run.evaluation = {"step": run.step, **parts.evaluate()}
+                progress = _with_best(progress, run.evaluation["bits_per_byte"])
+                for watcher in watching:
+                    watcher.evaluated(run, run.evaluation)
+            if last or stop.signal or _due(run.step, recipe.checkpoint.every) or progress.best_step == run.step:
+                run.checkpoint = checkpoints.save(progress, parts.student, parts.module, parts.optimizers)
+                run.best = None if progress.best_step is None else checkpoints.at(progress.best_step)
+                for watcher in watching:
+                    watcher.saved(run, run.checkpoint)
+        run.stopped_by = stop.signal if run.step < run.total_steps else None
+    if recipe.checkpoint.push_to_hub and run.step == run.total_steps:
+        _push(parts, recipe.checkpoint.push_to_hub)
+    return run
+
+
+def optimizer_step(recipe: Recipe, parts: Parts, window: Window, run: Run, clock: Stopwatch) -> dict[str, Any]:
+    """All micro-batches of a window, one division, one optimizer step. Gives the step's metrics."""
+    knobs = loss_knobs(recipe, run.step / max(1, run.total_steps - 1))
+    tokens = _supervised_tokens(window.batches)
+    sums = torch.zeros(len(SUMS), device=parts.device)
+    stat_rows = recipe.log.stat_rows
+    teachers = parts.teachers if knobs.kd_weight else []  # a teacher without weight is not asked
+    for batch, targets in _ahead(window.batches, teachers, parts.device, clock):
+        with clock.of("student"):
+            with torch.autocast(parts.device.type, torch.bfloat16, enabled=recipe.train.precision == "bf16"):
+                loss, micro_sums = parts.module(batch, targets, tokens, knobs, stat_rows)
+            loss.backward()
+            sums += micro_sums
+            stat_rows = 0  # a sample of the first micro-batch is enough
+    with clock.of("optimizer"):
+        norm = torch.nn.utils.clip_grad_norm_(parts.module.parameters(), recipe.train.clip or math.inf)
+        *totals, norm_value = torch.cat(
+            [sum_over_ranks(sums), norm.float().view(1)]
+        ).tolist()  # the step's one host sync
+        if not (math.isfinite(totals[0]) and math.isfinite(norm_value)):
+            raise PotstillError(diagnose(parts, window, knobs, run.step + 1))
+        lr = set_lr(parts.optimizers, lr_factor(run.step, run.total_steps, recipe.train.lr_schedule))
+        for optimizer in parts.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    of = dict(zip(SUMS, totals, strict=True))
+    return {
+        "step": run.step + 1,
+        "epoch": window.epoch,
+        "loss": of["loss"],
+        "kd": of["kd"] / tokens if teachers else None,
+        "ce": of["ce"] / tokens,
+        "temperature": knobs.temperature,
+        "kd_weight": knobs.kd_weight if teachers else 0.0,
+        "ce_weight": knobs.ce_weight,
+        **_means(of, bool(teachers)),
+        "grad_norm": norm_value,
+        "lr": lr,
+        "tokens": window.counts["supervised_tokens"],
+        **_speed(clock.read(), tokens),
+        "peak_memory_bytes": peak_memory_bytes(parts.device),
+    }
+
+
+def loss_knobs(recipe: Recipe, progress: float) -> LossKnobs:
+    """The loss section with its schedules read at `progress` (0 at the first step, 1 at the last)."""
+    loss = recipe.loss
+    return LossKnobs(
+        divergence=loss.divergence,
+        beta=loss.beta,
+        alpha=loss.alpha,
+        temperature=value_at(loss.temperature, progress),
+        kd_weight=value_at(loss.kd_weight, progress),
+        ce_weight=value_at(recipe.ce_weight, progress),
+    )
+
+
+def _supervised_tokens(batches: Sequence[Batch]) -> int:
+    """Of the whole step, over all micro-batches and ranks: the only divisor."""
+    tokens = torch.tensor([batch.supervised_tokens for batch in batches]).sum()
+    return int(sum_over_ranks(tokens))
+
+
+def _ahead(
+    batches: Sequence[Batch], teachers: Sequence[Teacher], device: torch.device, clock: Stopwatch
+) -> Iterator[tuple[Batch, list[tuple[float, Target]]]]:
+    """Each micro-batch on the device, with its targets."""
+    for host_batch in batches:
+        batch = host_batch.to(device)
+        with clock.of("teacher"):
+            targets: list[tuple[float, Target]] = [(t.weight, t.targets(batch)) for t in teachers]
+        yield batch, targets
+
+
+def _means(of: Mapping[str, float], teacher: bool) -> dict[str, float | None]:
+    """Means over the step's sampled rows; None where nothing was sampled or there is no teacher."""
+    rows = of["stat_rows"]
+    needs_teacher = {"kl": True, "teacher_entropy": True, "student_entropy": False, "agreement": True}
+    return {key: of[key] / rows if rows and (teacher or not needs) else None for key, needs in needs_teacher.items()}
+
+
+def _speed(seconds: Mapping[str, float], tokens: int) -> dict[str, float]:
+    parts = {f"seconds_{what}": seconds.get(what, 0.0) for what in ("data", "teacher", "student", "optimizer")}
+    return {"tokens_per_second": tokens / sum(parts.values()), **parts}
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _with_best(progress: Progress, bits_per_byte: float) -> Progress:
+    if progress.best_bits_per_byte is not None and progress.best_bits_per_byte <= bits_per_byte:
+        return progress
+    return replace(progress, best_step=progress.step, best_bits_per_byte=bits_per_byte)
+
+
+def _push(parts: Parts, repository: str) -> None:
+    try:
+        parts.student.model.push_to_hub(repository)
+        parts.student.tokenizer.push_to_hub(repository)
+    except Exception as error:  # the hub's client raises many kinds; the run itself is saved and whole
+        raise PotstillError(
+            f"checkpoint.push_to_hub: could not push to {repository} ({error}); the run is saved"
+        ) from error

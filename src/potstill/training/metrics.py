@@ -1,0 +1,193 @@
+"""Those who watch a run: metrics.jsonl, TensorBoard, Weights & Biases, and the bar or the lines a person sees."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from potstill.config import Recipe
+from potstill.files import write_text
+from potstill.training.run import Callback, Run
+from potstill.types import PotstillError
+
+METRICS, EVALS = "metrics.jsonl", "evals.jsonl"
+
+
+class Stopwatch:
+    """Seconds by what they went into. Reading resets."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._seconds[what] = self._seconds.get(what, 0.0) + time.perf_counter() - begin
+
+    def read(self) -> dict[str, float]:
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Of the device's memory, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+class JsonLines(Callback):
+    """metrics.jsonl, an object a step, and evals.jsonl, an object an evaluation."""
+
+    def started(self, run: Run) -> None:
+        for name in (METRICS, EVALS):
+            keep_until(run.folder / name, run.step)
+        self._metrics = open(run.folder / METRICS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._evals = open(run.folder / EVALS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        self._metrics.write(json.dumps(metrics) + "\n")
+
+    def evaluated(self, run: Run, evaluation: Mapping[str, Any]) -> None:
+        self._evals.write(json.dumps(evaluation, ensure_ascii=False) + "\n")
+
+    def ended(self, run: Run) -> None:
+        self._metrics.close()
+        self._evals.close()
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop lines of steps that will be taken again after a resume, and a line torn by a kill."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    write_text(path, "".join(line for line in lines if json.loads(line)["step"] <= step))
+
+
+class TensorBoard(Callback):
+    def started(self, run: Run) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=run.step + 1)
+
+    def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        self._write("train", metrics)
+
+    def evaluated(self, run: Run, evaluation: Mapping[str, Any]) -> None:
+        self._write("eval", evaluation)
+
+    def ended(self, run: Run) -> None:
+        self._writer.close()
+
+    def _write(self, section: str, record: Mapping[str, Any]) -> None:
+        for key, value in record.items():
+            if key != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(f"{section}/{key}", value, record["step"])
+
+
+class Wandb(Callback):
+    def __init__(self, project: str, recipe: Recipe) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise PotstillError("log.wandb needs wandb: pip install 'potstill[wandb]'") from None
+        self._wandb, self._project, self._recipe = wandb, project, recipe
+
+    def started(self, run: Run) -> None:
+        name = run.folder.name
+        config = self._recipe.model_dump(mode="json", by_alias=True)
+        self._log = self._wandb.init(project=self._project, name=name, id=name, resume="allow", config=config)
+
+    def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        self._log.log({f"train/{k}": v for k, v in metrics.items()}, step=metrics["step"])
+
+    def evaluated(self, run: Run, evaluation: Mapping[str, Any]) -> None:
+        numbers = {f"eval/{k}": v for k, v in evaluation.items() if isinstance(v, int | float)}
+        self._log.log(numbers, step=evaluation["step"])
+
+    def ended(self, run: Run) -> None:
+        self._log.finish()
+
+
+class Display(Callback):
+    """A progress bar on a terminal, a plain line now and then elsewhere."""
+
+    def __init__(self, console: Console, every: int) -> None:
+        self._console, self._every = console, every
+        self._bar: Progress | None = None
+        self._begin, self._first = time.perf_counter(), 0
+
+    def started(self, run: Run) -> None:
+        self._begin, self._first = time.perf_counter(), run.step
+        if run.step:
+            self._console.print(f"going on at step {run.step} of {run.total_steps} in {run.folder}", highlight=False)
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, console=self._console)
+            self._bar.start()
+            self._task = self._bar.add_task(run.folder.name, total=run.total_steps, completed=run.step, numbers="")
+
+    def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        numbers = f"loss {metrics['loss']:.4f}"
+        if metrics["kl"] is not None:
+            numbers += f"  KL {metrics['kl']:.4f}"
+        numbers += f"  {metrics['tokens_per_second']:,.0f} tokens/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=run.step, numbers=numbers)
+        elif run.step % self._every == 0 or run.step == run.total_steps:
+            rate = (time.perf_counter() - self._begin) / (run.step - self._first)
+            left = rate * (run.total_steps - run.step)
+            self._console.print(f"step {run.step}/{run.total_steps}  {numbers}  {_clock(left)} left", highlight=False)
+
+    def evaluated(self, run: Run, evaluation: Mapping[str, Any]) -> None:
+        self._console.print(f"step {run.step}  {evaluation_line(evaluation)}", highlight=False)
+
+    def ended(self, run: Run) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        data = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in run.counts.items() if count)
+        self._console.print(f"data so far: {data or 'none read'}", highlight=False)
+
+
+def evaluation_line(evaluation: Mapping[str, Any]) -> str:
+    parts = [f"{evaluation['bits_per_byte']:.4f} bits per byte", f"perplexity {evaluation['perplexity']:.2f}"]
+    if evaluation["kl"] is not None:
+        parts += [f"KL to teacher {evaluation['kl']:.4f}", f"agreement {evaluation['agreement']:.1%}"]
+    return "held-out: " + ", ".join([*parts, f"ECE {evaluation['ece']:.3f}"])
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def watchers(recipe: Recipe, console: Console) -> list[Callback]:
+    """What every run is watched by, as the recipe's log section says."""
+    makers: list[tuple[bool, Callable[[], Callback]]] = [
+        (True, JsonLines),
+        (recipe.log.tensorboard, TensorBoard),
+        (recipe.log.wandb is not None, lambda: Wandb(recipe.log.wandb or "", recipe)),
+        (True, lambda: Display(console, recipe.log.every)),
+    ]
+    return [make() for wanted, make in makers if wanted]

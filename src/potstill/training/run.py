@@ -1,0 +1,47 @@
+"""A run as its folder, and those who watch it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Run:
+    """What came of a run. The folder holds recipe.yaml, metrics.jsonl, evals.jsonl, checkpoints/ and TensorBoard events."""
+
+    folder: Path
+    step: int = 0  # optimizer steps taken so far
+    total_steps: int = 0
+    evaluation: dict[str, Any] | None = None  # the latest one
+    checkpoint: Path | None = None  # the newest one
+    best: Path | None = None  # the one with the lowest bits per byte
+    stopped_by: str | None = None  # the signal that ended it early
+    counts: dict[str, int] = field(default_factory=dict)  # of the data so far: tokens, cut tokens, dropped examples …
+
+    @property
+    def model(self) -> Path:
+        """The trained student as a folder that transformers loads."""
+        assert self.checkpoint is not None, "nothing was saved yet"
+        return self.checkpoint / "model"
+
+
+class Callback:
+    """Watches a run. Override what you need; the log files and the progress bar are callbacks themselves."""
+
+    def started(self, run: Run) -> None:
+        """Before the first step (of this process: after a resume, `run.step` is not 0)."""
+
+    def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        """After every optimizer step."""
+
+    def evaluated(self, run: Run, evaluation: Mapping[str, Any]) -> None:
+        """After every evaluation."""
+
+    def saved(self, run: Run, checkpoint: Path) -> None:
+        """After a checkpoint is in place."""
+
+    def ended(self, run: Run) -> None:
+        """When the run is over, whether by its last step, a signal or an error."""

@@ -1,0 +1,163 @@
+"""From a recipe to the parts of a run, with everything that can be refused before the first step refused here."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.optim import Optimizer
+
+from potstill.config import Recipe
+from potstill.data import Window, Windows
+from potstill.evals.fidelity import complete, evaluate, evaluation_batches
+from potstill.files import write_text
+from potstill.models import LanguageModel, check_fit, load_student
+from potstill.parallel.mesh import pick_device
+from potstill.recipe import changed_keys, load_recipe, recipe_yaml
+from potstill.teachers.live import LiveTeacher, open_teachers
+from potstill.training.checkpoint import Checkpoints, Progress
+from potstill.training.metrics import EVALS
+from potstill.training.optimizer import make_optimizers
+from potstill.training.run import Run
+from potstill.training.student import StudentLoss
+from potstill.types import Batch, PotstillError
+
+RECIPE = "recipe.yaml"
+# What may differ when a run goes on: it does not change the steps already taken.
+MAY_CHANGE = ("train.steps:", "train.device:", "checkpoint.", "eval.", "eval:", "log.", "run:")
+
+
+@dataclass
+class Parts:
+    """Everything a run is made of."""
+
+    device: torch.device
+    student: LanguageModel
+    module: StudentLoss
+    teachers: list[LiveTeacher]
+    optimizers: list[Optimizer]
+    windows: Callable[[dict[str, Any] | None], Iterator[Window]]  # from a position in the data
+    evaluate: Callable[[], dict[str, Any]]
+
+
+def open_run(recipe: Recipe) -> tuple[Run, Checkpoints]:
+    """The run's folder, locked for this process, with the resolved recipe in it."""
+    folder = Path(recipe.run)
+    checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep)
+    used = bool(checkpoints.all())
+    if used and recipe.checkpoint.resume == "never":
+        raise PotstillError(
+            f"{folder} holds a run already and checkpoint.resume is never: choose another folder with run="
+        )
+    if used and recipe.checkpoint.resume == "auto":
+        changed = [c for c in changed_keys(load_recipe(folder / RECIPE), recipe) if not c.startswith(MAY_CHANGE)]
+        if changed:
+            raise PotstillError(
+                f"{folder} holds a run with other settings ({'; '.join(changed)}): choose another folder with run=, or "
+                "go on with the new settings with checkpoint.resume=anyway"
+            )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _lock(folder)
+        checkpoints.prepare()
+        write_text(folder / RECIPE, recipe_yaml(recipe))
+    except OSError as error:
+        raise PotstillError(f"run: cannot write to {folder} ({error.strerror or error})") from error
+    return Run(folder), checkpoints
+
+
+_locks: dict[Path, int] = {}  # held until the process ends, however it ends
+
+
+def _lock(folder: Path) -> None:
+    path = (folder / ".lock").resolve()
+    if path in _locks:
+        return
+    handle = os.open(path, os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise PotstillError(
+            f"another process is training in {folder}: wait for it, or choose another folder with run="
+        ) from None
+    _locks[path] = handle
+
+
+def assemble(recipe: Recipe) -> Parts:
+    """Load the models and check that they, the data and the recipe fit together."""
+    device = pick_device(recipe.train.device)
+    student = load_student(recipe.student, device, recipe.train.seed)
+    teachers = open_teachers(recipe.teachers, student, device)
+    for who, language_model in [("student", student), *((t.name, t.language_model) for t in teachers)]:
+        check_fit(recipe.data, "data", who, language_model)
+        if recipe.eval is not None:
+            check_fit(recipe.eval.data, "eval.data", who, language_model)
+    if recipe.train.gradient_checkpointing:
+        student.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if recipe.train.compile:
+        student.model.base_model.compile()
+    module = StudentLoss(student).train()
+    optimizers = make_optimizers(student.model, student.model.get_output_embeddings(), recipe.train.optimizer)
+    held_out: list[Batch] = []
+
+    def windows(state: dict[str, Any] | None) -> Iterator[Window]:
+        return training_windows(recipe, student, state)
+
+    def evaluate_student() -> dict[str, Any]:
+        assert recipe.eval is not None
+        if not held_out:
+            held_out.extend(evaluation_batches(recipe.eval.data, student, recipe.eval.batch_size, recipe.eval.examples))
+        result = evaluate(student, teachers[0] if teachers else None, held_out, device)
+        return {**result, "samples": complete(student, recipe.eval.prompts, recipe.eval.max_new_tokens)}
+
+    return Parts(device, student, module, teachers, optimizers, windows, evaluate_student)
+
+
+def training_windows(recipe: Recipe, student: LanguageModel, state: dict[str, Any] | None = None) -> Windows:
+    return Windows(
+        recipe.data,
+        student.tokenizer,
+        batch_size=recipe.train.batch_size,
+        micro_batch_size=recipe.train.micro,
+        seed=recipe.train.seed,
+        epochs=recipe.train.epochs,
+        state=state,
+    )
+
+
+def resume(recipe: Recipe, run: Run, parts: Parts, checkpoints: Checkpoints, console: Console) -> Progress:
+    """Put the newest whole checkpoint into the parts; without one, a fresh start."""
+    found = checkpoints.newest(lambda message: console.print(f"[yellow]{message}[/]", highlight=False))
+    if found is None:
+        total = recipe.train.steps or _count_steps(recipe, parts.student, console)
+        progress = Progress(0, 0, None, {}, total, None, None)
+    else:
+        path, progress = found
+        checkpoints.load(path, parts.module, parts.optimizers)
+        if recipe.train.steps is not None:
+            progress = Progress(**{**vars(progress), "total_steps": recipe.train.steps})
+        run.checkpoint = path
+        run.best = None if progress.best_step is None else checkpoints.at(progress.best_step)
+        run.evaluation = _last_evaluation(run.folder / EVALS, progress.step)
+    run.step, run.total_steps, run.counts = progress.step, progress.total_steps, progress.counts
+    return progress
+
+
+def _last_evaluation(path: Path, step: int) -> dict[str, Any] | None:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return next((r for r in reversed(records) if r["step"] <= step), None)
+
+
+def _count_steps(recipe: Recipe, student: LanguageModel, console: Console) -> int:
+    """With `train.epochs`, the schedule needs to know how many steps they are."""
+    with console.status("counting the steps of train.epochs …"):
+        return training_windows(recipe, student).count()

@@ -1,0 +1,136 @@
+"""What flows through potstill: Example → Batch → Rows + Target → loss. Imports torch and numpy, nothing of ours.
+
+Shapes: B rows of a batch, L positions, N loss rows, V vocabulary, H hidden width, K entries of a truncated target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+class PotstillError(Exception):
+    """Something the user can put right. The command line shows its one sentence and no traceback."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One text and what is supervised in it.
+
+    The raw text stays beside the student's ids because a teacher with another tokenizer reads the text, not the ids.
+    """
+
+    key: str  # stable hash of the text, or of the canonical JSON of the messages before any chat template
+    text: str  # as the student's tokenizer read it (for a chat: as its template rendered it)
+    ids: npt.NDArray[np.int32]  # [L]
+    supervised: npt.NDArray[np.bool_]  # [L]; token i is to be predicted. Token 0 never is: nothing comes before it
+    supervised_bytes: int  # UTF-8 bytes of `text` that the supervised tokens stand for
+    messages: Sequence[Mapping[str, Any]] | None = None  # the conversation, for a teacher with its own template
+    source: str = ""  # where it came from, for error messages: file and record
+
+    @property
+    def supervised_tokens(self) -> int:
+        return int(self.supervised.sum())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The positions that enter the loss, flat over the batch. Shifting by one and masking happen when these are made."""
+
+    student: Tensor  # int64 [N]; flat position (of B·L) whose hidden state predicts
+    teacher: Tensor  # int64 [N]; flat teacher position that answers
+    labels: Tensor  # int64 [N]; the token that comes next
+
+    def __len__(self) -> int:
+        return self.student.shape[0]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch: documents packed or padded into B rows of L positions, and the rows of the loss over them."""
+
+    input_ids: Tensor  # int64 [B, L]
+    position_ids: Tensor  # int64 [B, L]; restarts at 0 with every document
+    document: Tensor  # int32 [B, L]; 0 is padding, equal numbers in a row may attend to each other
+    packed: bool  # some row holds more than one document
+    rows: Rows
+    supervised_tokens: int  # on the host: the step's divisor is summed without touching a device
+    examples: tuple[Example, ...]
+
+    def to(self, device: torch.device) -> Batch:
+        return _moved(self, device)
+
+
+@dataclass(frozen=True)
+class DenseTarget:
+    """The teacher's distribution over its whole vocabulary: hidden states and the output head, or ready logits."""
+
+    hidden: Tensor | None = None  # [N, H]
+    weight: Tensor | None = None  # [V, H]
+    logits: Tensor | None = None  # [N, V], instead of the two above
+    bias: Tensor | None = None  # [V]
+    softcap: float | None = None
+    logit_scale: float = 1.0
+
+    def to(self, device: torch.device) -> DenseTarget:
+        return _moved(self, device)
+
+    def select(self, rows: Tensor) -> DenseTarget:
+        """The same head at fewer rows, outside autograd."""
+        hidden = None if self.hidden is None else self.hidden.detach()[rows]
+        return replace(self, hidden=hidden, logits=None if self.logits is None else self.logits.detach()[rows])
+
+
+@dataclass(frozen=True)
+class TopKTarget:
+    """K entries normalised over the teacher's full vocabulary, and the log-mass of all the rest (−inf: no rest)."""
+
+    ids: Tensor  # int64 [N, K]
+    logprobs: Tensor  # [N, K]
+    tail: Tensor  # [N]
+
+    def to(self, device: torch.device) -> TopKTarget:
+        return _moved(self, device)
+
+
+@dataclass(frozen=True)
+class SampledTarget:
+    """Draws from the teacher with their shares: unbiased for forward KL and cross-entropy only."""
+
+    ids: Tensor  # int64 [N, K]
+    weights: Tensor  # [N, K]
+
+    def to(self, device: torch.device) -> SampledTarget:
+        return _moved(self, device)
+
+
+Target = DenseTarget | TopKTarget | SampledTarget
+
+
+class Teacher(Protocol):
+    """Where a teacher's signal comes from is its own business; the loop asks for targets and nothing else."""
+
+    name: str
+    weight: float
+
+    def targets(self, batch: Batch) -> Target:
+        """What the teacher says at each of the batch's rows, on the batch's device, outside autograd."""
+        ...
+
+
+def _moved(record: Any, device: torch.device) -> Any:
+    """A copy of a frozen dataclass with its tensors (and those of the dataclasses in it) on `device`."""
+    changed: dict[str, Any] = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, Tensor):
+            changed[field.name] = value.to(device, non_blocking=True)
+        elif isinstance(value, Rows):
+            changed[field.name] = _moved(value, device)
+    return replace(record, **changed)
