@@ -87,7 +87,9 @@ def cut_text(text: str, most: int) -> list[str]:
                     end += 1
         pieces.append(data[begin:end].decode())
         begin = end
-    return [*pieces, data[begin:].decode()]
+    if begin < len(data) or not pieces:
+        pieces.append(data[begin:].decode())
+    return pieces
 
 
 def piece_maker(data: DataConfig, source: SourceConfig, key: str, tokenizer: Any) -> Pieces:

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
+
+import numpy as np
 
 from potstill.config import DataConfig
 from potstill.data.examples import Encoded, Encoder, Piece, piece_maker
 from potstill.data.layout import collate, pack
 from potstill.data.sources import Source, generator
-from potstill.data.stream import Blocks, Cursor, Mixture, Place, State
+from potstill.data.stream import FIRST_PIECE, Blocks, Cursor, Mixture, Place, State
 from potstill.types import Batch, Example, PotstillError
 
 GROUP_WINDOWS = 16
@@ -100,7 +102,7 @@ class Windows:
         self._pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         self.group_windows = max(1, min(GROUP_WINDOWS, GROUP_TOKENS // (batch_size * data.max_length)))
         self._encode: Encode = Encoder(tokenizer, max_length=data.max_length, append_eos=data.append_eos)
-        self._state = state if state is not None else _BEGINNING
+        self._state = state if state is not None else _beginning(len(data.sources))
         self._blocks = _open(data, tokenizer, seed, epochs, self._state["start"], key)
         self._windows = self._run()
 
@@ -148,60 +150,80 @@ class Windows:
         waiting = [read[i] for i in before["left"]]
         while True:
             pool, dropped, kept = self._gather(items, waiting, before["kept"])
-            if not pool and not kept:
+            if not kept:
                 raise PotstillError(_nothing_left(self._key, dropped))
             if not pool:
                 return
-            rows, waiting = self._lay_out(pool, len(waiting), before["group"])
+            more = items.peek() is not None and kept != self._limit
+            lay_out = self._packed if self._data.packing else self._bucketed
+            rows, waiting = lay_out(pool, len(waiting), more, generator(self._seed, 5, before["group"]))
             after = _position(items, waiting) | {"kept": kept, "group": before["group"] + 1, "windows": 0}
             windows = [rows[i : i + self._batch_size] for i in range(0, len(rows), self._batch_size)]
             yield Group(windows, dropped, before, after)
             before = after
 
     def _gather(self, items: Items, waiting: list[Item], kept: int) -> tuple[list[Item], Counter[str], int]:
-        """The examples of the next group: those that wait for a place, and new ones until there are enough."""
+        """The examples of the next group: those that wait for a place, and new ones until there are enough, or until
+        an epoch ends and there are enough for a window."""
         packing = self._data.packing
-        room = self.group_windows * self._batch_size * (self._data.max_length if packing else 1)
+        one_window = self._batch_size * (self._data.max_length if packing else 1)
         pool = list(waiting)
         used = sum(item.encoded.length if packing else 1 for item in pool)
         dropped: Counter[str] = Counter()
+        epoch: int | None = None
         barren: int | None = None  # the epoch since which nothing was kept
         while (item := items.peek()) is not None:
-            if item.encoded.kept and (used >= room or kept == self._limit):
-                break
-            next(items)
             if item.encoded.kept:
-                pool.append(item)
+                ended = epoch is not None and item.place.block.epoch != epoch
+                if used >= self.group_windows * one_window or (ended and used >= one_window) or kept == self._limit:
+                    break
+                pool.append(next(items))
                 used += item.encoded.length if packing else 1
                 kept += 1
-                barren = None
+                epoch, barren = item.place.block.epoch, None
                 continue
+            next(items)
             dropped.update(_counted_dropped(item))
             barren = item.place.block.epoch if barren is None else barren
             if item.place.block.epoch > barren + 1:
                 raise PotstillError(_nothing_left(self._key, dropped))
         return pool, dropped, kept
 
-    def _lay_out(self, pool: list[Item], urgent: int, number: int) -> tuple[list[list[Item]], list[Item]]:
-        """The rows of a group in the order they are used, and the items without a place in them."""
+    def _packed(
+        self, pool: list[Item], urgent: int, more: bool, random: np.random.Generator
+    ) -> tuple[list[list[Item]], list[Item]]:
+        """The rows of a group in the order they are used, and the items that wait for the next group. Only when there
+        is no more to come may rows be fewer than make whole windows."""
         lengths = [item.encoded.length for item in pool]
-        if self._data.packing:
-            rows_most = self.group_windows * self._batch_size
-            rows, left = pack(lengths, rows=rows_most, row_length=self._data.max_length, urgent=urgent)
-            if self._data.shuffle:
-                rows = [rows[i] for i in generator(self._seed, 5, number).permutation(len(rows))]
-            else:
-                rows.sort()
-            return [[pool[i] for i in row] for row in rows], [pool[i] for i in left]
-        order = sorted(range(len(pool)), key=lambda i: (-lengths[i], i))
-        windows = [order[i : i + self._batch_size] for i in range(0, len(order), self._batch_size)]
-        # Only the very last window of a run may be smaller: it stays last.
-        partial = windows.pop() if len(windows[-1]) < self._batch_size else []
+        most = self.group_windows * self._batch_size
+        rows, left = pack(lengths, rows=most, row_length=self._data.max_length, urgent=urgent)
+        if more:
+            whole = len(rows) - len(rows) % self._batch_size
+            left = sorted(chain(left, *rows[whole:]))
+            rows = rows[:whole]
         if self._data.shuffle:
-            windows = [windows[i] for i in generator(self._seed, 5, number).permutation(len(windows))]
+            rows = [rows[i] for i in random.permutation(len(rows))]
+        else:
+            rows.sort()
+        rows.sort(
+            key=lambda row: row[0] >= urgent
+        )  # what waited comes first, so that epochs meet in as few windows as can be
+        return [[pool[i] for i in row] for row in rows], [pool[i] for i in left]
+
+    def _bucketed(
+        self, pool: list[Item], urgent: int, more: bool, random: np.random.Generator
+    ) -> tuple[list[list[Item]], list[Item]]:
+        """As `_packed`, one item a row: windows of like lengths."""
+        whole = len(pool) - len(pool) % self._batch_size if more else len(pool)
+        first = self._batch_size if urgent else 0  # what waited is in the first window, where one epoch meets the next
+        order = sorted(range(first, whole), key=lambda i: (-pool[i].encoded.length, i))
+        windows = [order[i : i + self._batch_size] for i in range(0, len(order), self._batch_size)]
+        smaller = windows.pop() if windows and len(windows[-1]) < self._batch_size else []
+        if self._data.shuffle:
+            windows = [windows[i] for i in random.permutation(len(windows))]
         else:
             windows.sort(key=min)
-        return [[pool[i]] for window in [*windows, partial] for i in window], []
+        return [[pool[i]] for window in [range(min(first, whole)), *windows, smaller] for i in window], pool[whole:]
 
 
 def count_windows(
@@ -287,24 +309,31 @@ class LengthsOnly:
 
 
 _NO_TEXT = Piece("", "")
-_BEGINNING: State = {"start": None, "read": 0, "left": [], "kept": 0, "group": 0, "windows": 0, "counts": {}}
 
 
-def _open(data: DataConfig, tokenizer: Any, seed: int, epochs: int | None, start: State | None, key: str) -> Blocks:
+def _beginning(sources: int) -> State:
+    mixture = {"sources": [FIRST_PIECE] * sources, "source": 0, "drawn": 0}
+    start = {"mixture": mixture, "block": 0, "index": 0}
+    return {"start": start, "read": 0, "left": [], "kept": 0, "group": 0, "windows": 0, "counts": {}}
+
+
+def _open(data: DataConfig, tokenizer: Any, seed: int, epochs: int | None, start: State, key: str) -> Blocks:
     """The sources of `data` as one stream, from `start` on."""
     weights = [source.weight for source in data.sources if source.weight is not None]
     if weights and epochs is not None:
         raise PotstillError(f"{key}.sources: weights have no meaning when every source is read whole; leave them out")
-    if start is not None and len(start["mixture"]["sources"]) != len(data.sources):
-        saved = len(start["mixture"]["sources"])
-        raise PotstillError(f"{key}.sources: the saved state is of {saved} sources, the recipe has {len(data.sources)}")
+    positions = start["mixture"]["sources"]
+    if len(positions) != len(data.sources):
+        raise PotstillError(
+            f"{key}.sources: the saved state is of {len(positions)} sources, the recipe has {len(data.sources)}"
+        )
     cursors = []
     for index, config in enumerate(data.sources):
         name = f"{key}.sources[{index}]"
         source = Source(config, name, seed=seed, shuffle=data.shuffle)
         maker = piece_maker(data, config, name, tokenizer)
-        cursors.append(Cursor(source, maker, start["mixture"]["sources"][index] if start else (0, 0, 0, 0)))
-    mixture = Mixture(cursors, weights or None, seed=seed, epochs=epochs, state=start["mixture"] if start else None)
+        cursors.append(Cursor(source, maker, positions[index]))
+    mixture = Mixture(cursors, weights or None, seed=seed, epochs=epochs, state=start["mixture"])
     return Blocks(mixture, seed=seed, size=data.shuffle_buffer, shuffle=data.shuffle, state=start)
 
 

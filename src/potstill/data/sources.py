@@ -102,7 +102,7 @@ class Source:
 
     def _missing(self, column: str, role: str, there: Sequence[str], where: str) -> str:
         near = difflib.get_close_matches(column, there, 1, 0.5)
-        hint = f"; did you mean {near[0]}?" if near else f"; name one of them as {self.key}.{role}"
+        hint = f"; did you mean {role}: {near[0]}?" if near else f"; set {role} to one of them"
         listed = ", ".join(there) or "none at all"
         return f"{self.key}.{role}: {where} has no column {column} (there: {listed}){hint}"
 

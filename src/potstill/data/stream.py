@@ -17,6 +17,7 @@ from potstill.types import PotstillError
 
 State = dict[str, Any]
 
+FIRST_PIECE = [0, 0, 0, 0]  # of a cursor: epoch, part, record, pieces of it taken
 DRAWS_AT_ONCE = 4096
 BLOCK_WITHOUT_SHUFFLE = 1024
 
@@ -24,7 +25,7 @@ BLOCK_WITHOUT_SHUFFLE = 1024
 class Cursor:
     """Where one source's pieces have been read up to."""
 
-    def __init__(self, source: Source, pieces: Pieces, state: Sequence[int] = (0, 0, 0, 0)) -> None:
+    def __init__(self, source: Source, pieces: Pieces, state: Sequence[int]) -> None:
         self.source = source
         self._pieces = pieces
         self.epoch, self._part, self._record, self._taken = state
@@ -74,15 +75,15 @@ class Mixture:
         *,
         seed: int,
         epochs: int | None,
-        state: State | None = None,
+        state: State,
     ) -> None:
         self._cursors = cursors
         self._seed = seed
         self._epochs = epochs
         self._shares = None if weights is None else np.cumsum(weights) / np.sum(weights)
         self._draws: Any = None
-        self._source: int = state["source"] if state else 0
-        self._drawn: int = state["drawn"] if state else 0
+        self._source: int = state["source"]
+        self._drawn: int = state["drawn"]
 
     def state(self) -> State:
         return {"sources": [cursor.state() for cursor in self._cursors], "source": self._source, "drawn": self._drawn}
@@ -92,14 +93,17 @@ class Mixture:
         pieces: list[Piece] = []
         epoch = self._epoch()
         while len(pieces) < most and (self._epochs is None or epoch < self._epochs):
-            piece = self._cursors[self._source if self._shares is None else self._draw()].take()
+            cursor = self._cursors[self._source if self._shares is None else self._draw()]
+            piece = cursor.take()
+            if piece is None and self._shares is not None:
+                piece = cursor.take()  # goes round; drawing anew instead would favour the longer sources
             if piece is not None:
                 pieces.append(piece)
-            elif self._shares is None:
-                self._source = (self._source + 1) % len(self._cursors)
-                if self._source == 0 and pieces:
-                    break
-                epoch = self._epoch()
+                continue
+            self._source = (self._source + 1) % len(self._cursors)
+            if self._source == 0 and pieces:
+                break
+            epoch = self._epoch()
         return pieces, epoch
 
     def _epoch(self) -> int:
@@ -117,13 +121,13 @@ class Mixture:
 class Blocks:
     """A mixture in blocks of `size` pieces, each shuffled by (seed, epoch, number of the block)."""
 
-    def __init__(self, mixture: Mixture, *, seed: int, size: int, shuffle: bool, state: State | None = None) -> None:
+    def __init__(self, mixture: Mixture, *, seed: int, size: int, shuffle: bool, state: State) -> None:
         self._mixture = mixture
         self._seed = seed
         self._size = size if shuffle else min(size, BLOCK_WITHOUT_SHUFFLE)
         self._shuffle = shuffle
-        self._number: int = state["block"] if state else 0
-        self._index: int = state["index"] if state else 0
+        self._number: int = state["block"]
+        self._index: int = state["index"]
 
     def __iter__(self) -> Iterator[tuple[Piece, Place]]:
         """Every piece with its place."""

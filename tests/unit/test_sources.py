@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from potstill.config import SourceConfig
+from potstill.data.sources import Source
+from potstill.types import PotstillError
+
+TEXTS = [f"text {i} é" for i in range(700)]
+
+
+def source(shuffle: bool = False, seed: int = 0, **config: Any) -> Source:
+    return Source(SourceConfig(**config), "data.sources[0]", seed=seed, shuffle=shuffle)
+
+
+def texts(opened: Source, epoch: int = 0, start: tuple[int, int] = (0, 0), column: str = "text") -> list[Any]:
+    return [record[column] for record, _, _ in opened.records(epoch, start)]
+
+
+def write(folder: Path, kind: str, rows: list[dict[str, Any]], name: str = "a") -> Path:
+    path = folder / f"{name}.{kind.split('-')[-1]}"
+    table = pa.Table.from_pylist(rows) if rows else pa.table({"text": pa.array([], pa.string())})
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if kind in ("jsonl", "lines-json"):
+        path.write_text(lines, encoding="utf-8")
+    elif kind == "list-json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif kind == "parquet":
+        pq.write_table(table, path, row_group_size=100)
+    elif kind in ("file-arrow", "stream-arrow"):
+        opener = pa.ipc.new_file if kind == "file-arrow" else pa.ipc.new_stream
+        with opener(str(path), table.schema) as writer:
+            for batch in table.to_batches(max_chunksize=300):
+                writer.write_batch(batch)
+    return path
+
+
+KINDS = ["jsonl", "jsonl.gz", "lines-json", "list-json", "parquet", "file-arrow", "stream-arrow"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_gives_its_records_in_order_from_any_of_them(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path, kind, [{"number": i, "text": text} for i, text in enumerate(TEXTS)])
+    opened = source(files=str(path))
+    assert texts(opened) == TEXTS
+    positions = [position for _, _, position in opened.records(0)]
+    assert positions == [(0, i) for i in range(700)]
+    for start in (0, 1, 99, 100, 299, 300, 555, 699, 700):
+        assert texts(opened, start=(0, start)) == TEXTS[start:]
+    unit = "line" if "json" in kind and kind != "list-json" else "record"
+    assert next(opened.records(0, (0, 41)))[1] == f"{path}, {unit} 42"
+
+
+def test_a_txt_file_is_one_document_to_the_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("one\r\ntwö\n".encode())
+    (tmp_path / "b.txt").write_bytes(b"three")
+    opened = source(files=str(tmp_path / "*.txt"))
+    assert texts(opened) == ["one\r\ntwö\n", "three"]
+    assert texts(opened, start=(0, 1)) == ["three"]
+    assert texts(opened, start=(1, 0)) == ["three"]
+
+
+def test_blank_lines_are_no_records_but_count_as_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n  \r\n{"text": "b"}')
+    records = list(source(files=str(tmp_path / "a.jsonl")).records(0))
+    assert [(r["text"], where.split(", ")[-1], at) for r, where, at in records] == [
+        ("a", "line 1", (0, 0)),
+        ("b", "line 4", (0, 1)),
+    ]
+    assert texts(source(files=str(tmp_path / "a.jsonl")), start=(0, 1)) == ["b"]
+
+
+def test_several_files_come_in_another_order_each_epoch_and_begin_again_in_the_middle(tmp_path: Path) -> None:
+    for i in range(6):
+        write(tmp_path, "jsonl", [{"text": f"{i}{j}"} for j in range(3)], name=str(i))
+    pattern = str(tmp_path / "*.jsonl")
+    straight = [f"{i}{j}" for i in range(6) for j in range(3)]
+    assert texts(source(files=pattern)) == straight
+    assert texts(source(files=[pattern, str(tmp_path / "0.jsonl")])) == [*straight, "00", "01", "02"]
+    opened = source(shuffle=True, files=pattern)
+    epochs = [texts(opened, epoch) for epoch in range(3)]
+    assert all(sorted(epoch) == straight for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert texts(source(shuffle=True, seed=1, files=pattern)) != epochs[0]
+    records = list(opened.records(1))
+    for i, (_, _, position) in enumerate(records):
+        assert texts(source(shuffle=True, files=pattern), 1, position) == epochs[1][i:]
+
+
+def test_globs_may_reach_into_folders(tmp_path: Path) -> None:
+    (tmp_path / "x" / "y").mkdir(parents=True)
+    write(tmp_path / "x" / "y", "jsonl", [{"text": "deep"}])
+    assert texts(source(files=str(tmp_path / "**" / "*.jsonl"))) == ["deep"]
+
+
+def test_only_the_named_columns_of_a_columnar_file_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "parquet", [{"body": "a", "other": 1}])
+    assert [record for record, _, _ in source(files=str(path), text="body").records(0)] == [{"body": "a"}]
+
+
+def test_a_data_set_folder_is_read_by_split_and_shuffled_whole(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": TEXTS, "more": list(range(700))})
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": rows.select(range(10)), "test": rows.select(range(10, 20))}).save_to_disk(
+        str(tmp_path / "both")
+    )
+    assert texts(source(dataset=str(tmp_path / "one"))) == TEXTS
+    assert texts(source(dataset=str(tmp_path / "both"), split="test")) == TEXTS[10:20]
+    opened = source(shuffle=True, dataset=str(tmp_path / "one"))
+    first, second = texts(opened, 0), texts(opened, 1)
+    assert sorted(first) == sorted(second) == sorted(TEXTS) and first != second and first != TEXTS
+    assert texts(source(shuffle=True, dataset=str(tmp_path / "one")), 1, (0, 333)) == second[333:]
+    record, where, position = next(opened.records(0, (0, 5)))
+    assert record == {"text": first[5]} and position == (0, 5)
+    assert where == f"{tmp_path / 'one'}, record {TEXTS.index(first[5]) + 1}"
+    with pytest.raises(PotstillError, match=r"data.sources\[0\].split: .* has no split dev \(there: train, test\)"):
+        texts(source(dataset=str(tmp_path / "both"), split="dev"))
+    with pytest.raises(
+        PotstillError, match=r"sources\[0\].text: the data set .* has no column txt .* mean text: text\?"
+    ):
+        texts(source(dataset=str(tmp_path / "one"), text="txt"))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_streamed_data_set_begins_again_anywhere(tmp_path: Path, shuffle: bool) -> None:
+    pytest.importorskip("datasets")
+    for i in range(4):
+        write(tmp_path, "jsonl", [{"text": f"{i}{j}", "n": j} for j in range(5)], name=str(i))
+    config = {"dataset": str(tmp_path), "streaming": True, "shuffle": shuffle}
+    straight = [f"{i}{j}" for i in range(4) for j in range(5)]
+    epochs = [texts(source(**config), epoch) for epoch in range(2)]
+    assert all(sorted(epoch) == straight for epoch in epochs)
+    assert (epochs[0] != epochs[1]) == shuffle
+    for start in (0, 3, 7, 20):
+        assert texts(source(**config), 1, (0, start)) == epochs[1][start:]
+
+
+def test_a_data_set_that_cannot_be_loaded_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("Couldn't reach 'someone/text' on the Hub (LocalEntryNotFoundError)\nmore\nlines")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(PotstillError) as error:
+        texts(source(dataset="someone/text"))
+    assert str(error.value) == (
+        "data.sources[0].dataset: cannot load someone/text (split train): "
+        "Couldn't reach 'someone/text' on the Hub (LocalEntryNotFoundError)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"files": "no.jsonl"}, r"data.sources\[0\].files: there is no file no.jsonl \(looked in /.*/no.jsonl\)"),
+        ({"files": "no/*.jsonl"}, r"data.sources\[0\].files: no file matches no/\*.jsonl"),
+        ({"files": "."}, r"files: . is a folder; give its files with a glob"),
+        ({"files": "a.csv"}, r"files: a.csv is of no known kind; known by their ending: .jsonl, .jsonl.gz, .json, "),
+        ({"files": []}, r"data.sources\[0\].files is empty"),
+        ({"files": "shipped:nothing"}, r"shipped:nothing does not ship with potstill"),
+    ],
+)
+def test_files_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("text\nHi\n")
+    with pytest.raises(PotstillError, match=message):
+        source(**config)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "file-arrow"])
+def test_a_missing_column_names_those_that_are_there(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path, kind, [{"body": "a", "id": 1}])
+    place = f"{path}, line 1" if kind == "jsonl" else str(path)
+    with pytest.raises(PotstillError) as error:
+        texts(source(files=str(path)))
+    assert str(error.value) == (
+        f"data.sources[0].text: {place} has no column text (there: body, id); set text to one of them"
+    )
+    with pytest.raises(PotstillError) as error:
+        texts(source(files=str(path), text="boddy"))
+    assert str(error.value) == (
+        f"data.sources[0].text: {place} has no column boddy (there: body, id); did you mean text: body?"
+    )
+
+
+def test_a_later_line_without_the_column_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "jsonl", [{"q": "a", "a": "b"}, {"q": "c"}])
+    with pytest.raises(
+        PotstillError, match=r"data.sources\[0\].completion: .*a.jsonl, line 2 has no column a \(there: q\)"
+    ):
+        texts(source(files=str(path), prompt="q", completion="a"), column="q")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', r"a.jsonl, line 2 is not JSON: Expecting value"),
+        ("a.jsonl", b'["a"]\n', r"a.jsonl, line 1 holds a list where a record"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a.jsonl, line 1 is not UTF-8"),
+        ("a.json", b'[{"text": "a"}, 3]', r"a.json, record 2 holds a int where a record"),
+        ("a.json", b'[{"text": "a"}', r"a.json is not JSON"),
+        ("a.txt", b"ab\xff", r"a.txt is not UTF-8 \(.*position 2.*\); save it as UTF-8"),
+        ("a.parquet", b"not a parquet file", r"data.sources\[0\].files: .*a.parquet cannot be read: "),
+        ("a.arrow", b"not an arrow file", r"data.sources\[0\].files: .*a.arrow cannot be read: "),
+        ("a.jsonl.gz", b"not gzip", r"data.sources\[0\].files: .*a.jsonl.gz cannot be read: "),
+    ],
+)
+def test_broken_files_are_one_sentence(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(PotstillError, match=message) as error:
+        texts(source(files=str(tmp_path / name)))
+    assert "\n" not in str(error.value)
