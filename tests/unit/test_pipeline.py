@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from collections import Counter
@@ -69,9 +70,6 @@ def documents(count: int, name: str = "d") -> list[dict[str, Any]]:
     return [{"text": f"{name}{i} " + "x" * (i * 7 % 19)} for i in range(count)]
 
 
-# --- collate -----------------------------------------------------------------------------------------------------------
-
-
 def test_two_documents_in_a_row_have_their_own_numbers_and_positions() -> None:
     batch = collate([[example("ab"), example("c")], [example("def", "0011")]], pad_id=EOS)
     assert batch.input_ids.tolist() == [[BOS, *ids("ab"), BOS, *ids("c")], [BOS, *ids("def"), EOS]]
@@ -103,9 +101,6 @@ def test_pad_equal_to_eos_is_padding_and_the_real_eos_is_supervised(tmp_path: Pa
     assert batch.document.tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
     assert batch.rows.labels.tolist() == [*ids("abc"), EOS, *ids("d"), EOS]
     assert batch.rows.student.tolist() == [0, 1, 2, 3, 5, 6]
-
-
-# --- layout ------------------------------------------------------------------------------------------------------------
 
 
 def test_pack_fits_the_longest_first_into_the_tightest_room() -> None:
@@ -169,9 +164,6 @@ def test_micro_batches_only_divide_a_window(tmp_path: Path, packing: bool) -> No
             for w in found
         ]
     assert rows[8] == rows[4] == rows[1]
-
-
-# --- epochs, shuffling, mixtures ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -254,9 +246,6 @@ def test_a_limit_takes_the_first_examples(tmp_path: Path, packing: bool) -> None
     found = list(windows(data, limit=21))
     assert sorted(all_texts(found)) == sorted(r["text"] for r in documents(21))
     assert list(windows(data, limit=21, state=found[-1].state)) == []
-
-
-# --- state -------------------------------------------------------------------------------------------------------------
 
 
 def make_sources(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -342,9 +331,6 @@ def test_a_state_is_small_and_of_the_same_sources(tmp_path: Path) -> None:
         windows(more, state=states[0])
 
 
-# --- counts and errors -------------------------------------------------------------------------------------------------
-
-
 def test_what_is_cut_dropped_and_split_is_counted(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "abcdefgh"}, {"text": ""}, {"text": "ab"}])
     data = DataConfig(sources=[{"files": path}], max_length=6)
@@ -386,9 +372,6 @@ def test_an_empty_data_set_is_an_error_and_no_endless_loop(tmp_path: Path, epoch
         mixed = [blank | {"weight": 1}, blank | {"weight": 1}]
         with pytest.raises(PotstillError, match="nothing to learn from"):
             next(windows(DataConfig(sources=mixed, max_length=8), epochs=None))
-
-
-# --- prefetching -------------------------------------------------------------------------------------------------------
 
 
 def alive() -> int:
@@ -445,3 +428,46 @@ def test_a_forgotten_prefetched_ends_its_thread() -> None:
     assert next(ahead) == 0
     del ahead
     assert alive() == 0
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_any_settings_lose_nothing_and_go_on_from_anywhere(
+    tmp_path: Path, case: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = random.Random(case)
+    monkeypatch.setattr("potstill.data.pipeline.GROUP_WINDOWS", choose.randint(1, 4))
+    monkeypatch.setattr("potstill.data.pipeline.PIECES_AT_ONCE", choose.choice([1, 3, 256]))
+    sources = [
+        {
+            "files": write_jsonl(
+                tmp_path / f"{s}.jsonl", [{"text": f"{s}.{i} " + "x" * choose.randint(0, 40)} for i in range(n)]
+            )
+        }
+        for s, n in enumerate(choose.choices([1, 2, 9, 40], k=choose.randint(1, 3)))
+    ]
+    data = DataConfig(
+        sources=sources,
+        max_length=choose.choice([16, 50, 200]),
+        piece_bytes=choose.choice([None, 14]),
+        packing=choose.random() < 0.6,
+        shuffle=choose.random() < 0.7,
+        shuffle_buffer=choose.choice([1, 7, 1000]),
+    )
+    epochs, limit = choose.randint(1, 4), choose.choice([None, None, 1, 30])
+    settings = {"batch_size": choose.randint(1, 6), "micro_batch_size": choose.randint(1, 3), "seed": case}
+    settings |= {"epochs": epochs, "limit": limit}
+    whole = list(windows(data, **settings))
+    one_epoch = Counter(all_texts(list(windows(data, **settings | {"epochs": 1, "limit": None}))))
+    found = Counter(all_texts(whole))
+    if limit is None:
+        assert found == Counter({text: n * epochs for text, n in one_epoch.items()})
+    else:
+        assert found.total() == min(limit, one_epoch.total() * epochs)
+    assert all(sum(b.input_ids.shape[0] for b in w.batches) == settings["batch_size"] for w in whole[:-1])
+    assert count_windows(
+        data, tiny_tokenizer(), batch_size=settings["batch_size"], seed=case, epochs=epochs, limit=limit
+    ) == len(whole)
+    for i in sorted(choose.sample(range(len(whole)), min(6, len(whole)))):
+        rest = list(windows(data, **settings, state=json.loads(json.dumps(whole[i].state))))
+        assert [w.state for w in rest] == [w.state for w in whole[i + 1 :]]
+        assert [all_texts([w]) for w in rest] == [all_texts([w]) for w in whole[i + 1 :]]
