@@ -1,0 +1,200 @@
+"""Run folders, read back: the recipe, the steps' metrics and the evaluations."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from potstill.types import PotstillError
+
+# What a step and an evaluation write. Anything but a number or null under these keys is a broken file; under other keys
+# only numbers are looked at.
+STEP_KEYS = frozenset(
+    {
+        "loss", "kd", "ce", "kl", "teacher_entropy", "student_entropy", "agreement", "grad_norm", "lr",
+        "temperature", "kd_weight", "ce_weight", "tokens", "tokens_per_second", "seconds_data", "seconds_teacher",
+        "seconds_student", "seconds_optimizer", "peak_memory_bytes", "epoch",
+    }
+)  # fmt: skip
+EVAL_KEYS = frozenset({"bits_per_byte", "perplexity", "kl", "agreement", "ece", "tokens", "bytes"})
+
+
+@dataclass(frozen=True)
+class Log:
+    """A file of JSON lines as columns over the steps."""
+
+    steps: npt.NDArray[np.int64]  # strictly increasing
+    columns: dict[str, npt.NDArray[np.float64]]  # NaN where a line has no finite number
+    odd: dict[str, npt.NDArray[np.int64]]  # key → the steps at which its value is NaN or infinite
+    replaced: int  # lines of steps that were taken again after a resume
+    torn: bool  # the last line stopped in its middle and is left out
+
+    def last(self, key: str) -> float | None:
+        """The value at the last step: NaN if it was not finite, None if there is none."""
+        if key not in self.columns or not len(self.steps):
+            return None
+        value = float(self.columns[key][-1])
+        return None if math.isnan(value) and self.steps[-1] not in self.odd.get(key, ()) else value
+
+    def total(self, key: str) -> float:
+        return float(np.nansum(self.columns[key])) if key in self.columns else 0.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Run:
+    label: str
+    folder: Path
+    recipe_text: str
+    recipe: dict[str, Any]
+    metrics: Log
+    evals: Log
+    samples: tuple[Sample, ...]  # of the last evaluation that has some
+    samples_step: int | None
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Every run, labelled by the shortest end of its path that no other run shares."""
+    if not folders:
+        raise PotstillError("there is nothing to report on: name at least one run folder")
+    resolved = [folder.resolve() for folder in folders]
+    for folder, times in Counter(resolved).items():
+        if times > 1:
+            raise PotstillError(f"{folder} is given {times} times: name each run once")
+    return [_read_run(folder, label) for folder, label in zip(folders, labels(resolved), strict=True)]
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """`run`, or `a/run` and `b/run` where the last names are equal."""
+    depth = [1] * len(folders)
+    while True:
+        names = ["/".join(folder.parts[-n:]) for folder, n in zip(folders, depth, strict=True)]
+        clashes = {name for name, times in Counter(names).items() if times > 1}
+        if not clashes:
+            return names
+        depth = [n + (name in clashes) for n, name in zip(depth, names, strict=True)]
+
+
+def _read_run(folder: Path, label: str) -> Run:
+    if not folder.is_dir():
+        raise PotstillError(
+            f"there is no run folder {folder}: name the folder that `potstill train` wrote (its `run:` key)"
+        )
+    recipe_file = folder / "recipe.yaml"
+    if not recipe_file.is_file():
+        raise PotstillError(
+            f"{folder} is not a run, it has no recipe.yaml: name the folder that `potstill train` wrote"
+        )
+    try:
+        text = recipe_file.read_text(encoding="utf-8")
+        recipe = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PotstillError(f"{recipe_file} is not readable YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(recipe, dict):
+        raise PotstillError(f"{recipe_file} is not a recipe: expected keys such as student, data and train at the top")
+    metrics, _ = _read_log(folder / "metrics.jsonl", STEP_KEYS)
+    evals, samples = _read_log(folder / "evals.jsonl", EVAL_KEYS)
+    return Run(
+        label, folder, text, recipe, metrics, evals, samples[1] if samples else (), samples[0] if samples else None
+    )
+
+
+def _read_log(path: Path, numeric: frozenset[str]) -> tuple[Log, tuple[int, tuple[Sample, ...]] | None]:
+    """The file as columns, and the last samples in it with their step. A file that is not there is an empty one."""
+    steps = array("q")
+    columns: dict[str, array[float]] = {}
+    samples: tuple[int, tuple[Sample, ...]] | None = None
+    torn = False
+    for number, record in _records(path):
+        if record is None:
+            torn = True
+            break
+        step = record.pop("step", None)
+        if type(step) is not int or not 0 <= step < 2**53:
+            raise _malformed(path, number, "`step` is not a whole number from 0 on")
+        if record.get("samples"):
+            samples = (step, _samples(record["samples"], path, number))
+        for key, value in record.items():
+            if type(value) in (int, float) or value is None:
+                column = columns.setdefault(key, array("d"))
+                column.extend([math.nan] * (len(steps) - len(column)))
+                column.append(math.nan if value is None else _real(value))
+            elif key in numeric:
+                raise _malformed(path, number, f"`{key}` is neither a number nor null")
+        steps.append(step)
+    for column in columns.values():
+        column.extend([math.nan] * (len(steps) - len(column)))
+    return _log(steps, columns, torn), samples
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Every line's number and object; None for a last line that stops in its middle."""
+    if not path.is_file():
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError):
+                # Only the last line can lack its newline: the run was stopped while it was writing.
+                if not line.endswith(b"\n"):
+                    yield number, None
+                    return
+                raise _malformed(path, number, "it is not JSON") from None
+            if not isinstance(record, dict):
+                raise _malformed(path, number, "it is not a JSON object")
+            yield number, record
+
+
+def _log(steps: array[int], columns: dict[str, array[float]], torn: bool) -> Log:
+    at = np.frombuffer(steps, dtype=np.int64) if steps else np.zeros(0, np.int64)
+    # A step that comes again was taken again after a resume, and so was all that followed it: a line stands if every
+    # later line is of a later step.
+    later = np.minimum.accumulate(at[::-1])[::-1][1:]
+    stands = np.append(at[:-1] < later, True) if len(at) else np.zeros(0, bool)
+    kept: dict[str, npt.NDArray[np.float64]] = {}
+    odd: dict[str, npt.NDArray[np.int64]] = {}
+    for key, column in columns.items():
+        values = np.frombuffer(column, dtype=np.float64)[stands]
+        strange = np.isinf(values)
+        if strange.any():
+            odd[key] = at[stands][strange]
+        kept[key] = np.where(strange, math.nan, values)
+    return Log(at[stands], kept, odd, int(len(at) - stands.sum()), torn)
+
+
+def _real(value: int | float) -> float:
+    """The number, with infinity for all that is not finite: NaN then always means that there was no number."""
+    try:
+        return float(value) if math.isfinite(value) else math.inf
+    except OverflowError:
+        return math.inf
+
+
+def _samples(value: Any, path: Path, number: int) -> tuple[Sample, ...]:
+    try:
+        found = tuple(Sample(each["prompt"], each["text"]) for each in value)
+    except (TypeError, KeyError):
+        found = ()
+    if not found or not all(isinstance(s.prompt, str) and isinstance(s.text, str) for s in found):
+        raise _malformed(path, number, "`samples` is not a list of objects with `prompt` and `text`")
+    return found
+
+
+def _malformed(path: Path, number: int, why: str) -> PotstillError:
+    return PotstillError(f"{path}, line {number}: {why}; put that line right or delete it, then try again")
