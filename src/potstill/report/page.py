@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Sequence
 from html import escape
@@ -14,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from potstill.files import write_text
 from potstill.report import curves, formats, tables
 from potstill.report.runs import Run, read_runs
 from potstill.types import PotstillError
@@ -25,15 +25,11 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     out = Path(out)
     if out.is_dir():
         raise PotstillError(f"{out} is a folder: name a file for the page, such as {out / 'report.html'}")
-    beside = out.with_name(f".{out.name}.{os.getpid()}.part")
+    # Models emit half surrogate pairs; they cannot be written as UTF-8 and become question marks.
+    page = page.encode("utf-8", "replace").decode("utf-8")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # Models emit half surrogate pairs; they cannot be written as UTF-8 and become question marks.
-            beside.write_bytes(page.encode("utf-8", "replace"))
-            beside.replace(out)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_text(out, page)
     except OSError as error:
         raise PotstillError(f"cannot write {out}: {error.strerror}; choose another place for the page") from None
     return out
