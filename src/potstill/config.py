@@ -47,7 +47,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class StudentConfig(Section):
-    """The model that learns. Exactly one of `model`, `from` and `config`."""
+    """The model that learns. Exactly one of `model`, `from` (with `layers`) and `config` (with `tokenizer`)."""
 
     model: str | None = Field(
         None, description="a Hugging Face causal language model: folder, `shipped:NAME` or hub id"
@@ -82,7 +82,7 @@ class StudentConfig(Section):
 
 
 class TeacherConfig(Section):
-    """A model to learn from."""
+    """A model to learn from. Its tokenizer must be the student's."""
 
     model: str = Field(description="a Hugging Face causal language model: folder, `shipped:NAME` or hub id")
     revision: str | None = Field(None, description="hub revision")
@@ -98,17 +98,18 @@ class TeacherConfig(Section):
 
 
 class SourceConfig(Section):
-    """One place that records come from, and which of their columns to read."""
+    """One place that records come from, and which of their columns to read. Exactly one of `files` and `dataset`; one of
+    `text`, `prompt` with `completion`, and `messages` (none of them: the column named text)."""
 
     files: str | list[str] | None = Field(
-        None, description="jsonl, parquet, arrow or txt files: paths, globs, `shipped:NAME`"
+        None, description="jsonl (also .jsonl.gz), json, parquet, arrow or txt files: paths, globs, `shipped:NAME`"
     )
     dataset: str | None = Field(None, description="a Hugging Face data set: hub name, or a folder that datasets wrote")
     name: str | None = Field(None, description="with `dataset`: its configuration")
     split: str = Field("train", description="with `dataset`: the split")
     revision: str | None = Field(None, description="with `dataset`: hub revision")
     streaming: bool = Field(False, description="with `dataset`: read it from the hub as it goes, without a local copy")
-    text: str | None = Field(None, description="column with plain text, all of it supervised")
+    text: str | None = Field(None, description="column with plain text, all of it supervised; default `text`")
     prompt: str | None = Field(None, description="column with a prompt, not supervised; goes with `completion`")
     completion: str | None = Field(None, description="column with the completion, supervised")
     messages: str | None = Field(None, description="column with a chat; every assistant turn is supervised")
@@ -116,7 +117,10 @@ class SourceConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(
         {}, description="with `messages`: further arguments of the chat template"
     )
-    weight: Annotated[float, Field(gt=0)] | None = Field(None, description="share of examples in a mixture (relative)")
+    weight: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="share of examples in a mixture (relative); for every source or for none, and with `train.steps` only",
+    )
     share: Share = Field(1.0, description="keep this share of the examples, chosen by a hash of their content")
 
     @model_validator(mode="after")
@@ -168,12 +172,12 @@ class LossConfig(Section):
     tokens and divided once per optimizer step by their number."""
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd"] = Field(
-        "forward_kl", description="see docs/losses.md"
+        "forward_kl", description="how far the student is from the teacher; see losses.md"
     )
     beta: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="jsd: 0 is forward KL, 1 is reverse KL")
     alpha: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="skew of skew_kl and skew_reverse_kl")
     temperature: Scheduled = Field(
-        1.0, description="softmax temperature of both sides; the loss is multiplied by its square"
+        1.0, description="softmax temperature T of both sides; the divergence is multiplied by T² (tvd: by T)"
     )
     kd_weight: Scheduled = Field(1.0, description="weight of the divergence (α); unused when there is no teacher")
     ce_weight: Scheduled | None = Field(
@@ -188,13 +192,15 @@ class LossConfig(Section):
                 continue
             ends = (number.start, number.end) if isinstance(number, Schedule) else (number,)
             if key == "temperature" and min(ends) <= 0:
-                raise ValueError("temperature must be above 0")
+                raise ValueError(f"temperature must be above 0, not {min(ends)}")
             if min(ends) < 0:
-                raise ValueError(f"{key} must not be negative")
+                raise ValueError(f"{key} must not be negative, and is {min(ends)}")
         return self
 
 
 class OptimizerConfig(Section):
+    """What takes the steps."""
+
     name: Literal["adamw", "muon"] = Field("adamw", description="muon: Muon on the hidden matrices, AdamW on the rest")
     lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="peak learning rate of AdamW")
     muon_lr: Annotated[float, Field(gt=0)] = Field(0.02, description="peak learning rate of Muon")
@@ -205,6 +211,8 @@ class OptimizerConfig(Section):
 
 
 class LrScheduleConfig(Section):
+    """The learning rate over the run, as a share of its peak."""
+
     shape: Literal["cosine", "linear", "constant", "wsd"] = Field("cosine", description="after the warm-up")
     warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up")
     floor: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate as a share of the peak")
@@ -212,6 +220,8 @@ class LrScheduleConfig(Section):
 
 
 class TrainConfig(Section):
+    """How long, in what steps and on what. Exactly one of `steps` and `epochs`."""
+
     steps: Positive | None = Field(None, description="optimizer steps; this or epochs")
     epochs: Positive | None = Field(None, description="passes over the data; this or steps")
     batch_size: Positive = Field(8, description="rows per optimizer step: packed rows, or documents without packing")
@@ -241,7 +251,10 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: Positive | None = Field(None, description="steps between checkpoints; default: only at the end")
+    """What is saved, and how a run goes on. A checkpoint is also written at the end, when the run is stopped, and when an
+    evaluation is the best so far."""
+
+    every: Positive | None = Field(None, description="steps between checkpoints; default: none but those named above")
     keep: Positive = Field(2, description="how many of the newest to keep (the best is kept besides)")
     resume: Literal["auto", "never", "anyway"] = Field(
         "auto",
@@ -251,6 +264,8 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
+    """Held-out text, read in order and without an added eos, and beginnings to complete."""
+
     data: DataConfig = Field(description="held-out text")
     every: Positive | None = Field(None, description="steps between evaluations; always at the end")
     examples: Positive | None = Field(None, description="use only the first so many examples")
@@ -260,6 +275,8 @@ class EvalConfig(Section):
 
 
 class LogConfig(Section):
+    """What is written while a run goes on; docs/metrics.md says what the numbers mean."""
+
     every: Positive = Field(10, description="steps between lines in a log file (a terminal shows a bar)")
     stat_rows: Annotated[int, Field(ge=0)] = Field(
         256, description="rows a step on which entropies, agreement and KL at T = 1 are measured; 0: off"

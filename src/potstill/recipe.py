@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -84,7 +84,8 @@ def _overridden(keys: Any, overrides: Iterable[str]) -> Any:
         if not equals or not key:
             raise PotstillError(f"cannot read the override {override!r}: write key.sub=value, as in train.steps=200")
         try:
-            value = yaml.safe_load(text) if text else None
+            # OmegaConf's YAML, as in a recipe file: there 1e-3 is a number, in plain PyYAML a string.
+            value = OmegaConf.from_dotlist([f"value={text}"])["value"] if text else None
             _set(config, key.replace("[", ".").replace("]", "").split("."), value, override)
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             raise PotstillError(f"cannot apply the override {override!r}: {' '.join(str(error).split())}") from None
@@ -113,29 +114,61 @@ def _set(config: DictConfig | ListConfig, path: list[str], value: Any, override:
         node = node[key]
 
 
+# What a value of the wrong kind should have been, in our words.
+EXPECTED = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "dict_type": "keys with values",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_type": "a section with keys",
+    "string_type": "text",
+    "tuple_type": "a list",
+}
+
+
 def _explain(error: ValidationError, root: type[BaseModel], where: str) -> str:
     """All problems of a recipe, one line each: the key, the value and what is allowed."""
-    lines: dict[str, list[str]] = {}
+    found: dict[str, dict[str, list[str]]] = {}  # by key, then by how the sentence ends: what is allowed
     for detail in error.errors(include_url=False):
         key, section = _place(detail["loc"], root)
-        message = _problem(detail, section)
-        if message not in lines.setdefault(key, []):
-            lines[key].append(message)
-    problems = [f"{key or 'recipe'}: {', or '.join(messages)}" for key, messages in lines.items()]
+        allowed, ending = _problem(detail, section)
+        sentences = found.setdefault(key, {}).setdefault(ending, [])
+        if allowed not in sentences:
+            sentences.append(allowed)
+    # A value that could be a number or a section: when something inside the section is wrong, that is what to say.
+    told = {key: endings for key, endings in found.items() if not any(k.startswith(f"{key}.") for k in found if key)}
+    problems = [f"{key or 'recipe'}: {'; '.join(_sentences(endings))}" for key, endings in told.items()]
     if len(problems) == 1:
         return f"{where}: {problems[0]}"
     return f"{where} has {len(problems)} problems:\n" + "\n".join(f"  - {line}" for line in problems)
 
 
-def _problem(detail: ErrorDetails, section: type[BaseModel] | None) -> str:
-    if detail["type"] == "extra_forbidden":
+def _sentences(endings: Mapping[str, list[str]]) -> Iterator[str]:
+    for ending, allowed in endings.items():
+        yield " or ".join([allowed[0], *(a.removeprefix("should be ") for a in allowed[1:])]) + ending
+
+
+def _problem(detail: ErrorDetails, section: type[BaseModel] | None) -> tuple[str, str]:
+    """What is allowed, and what was there instead."""
+    kind = detail["type"]
+    if kind == "extra_forbidden":
         names = [f.alias or name for name, f in section.model_fields.items()] if section else []
         near = difflib.get_close_matches(str(detail["loc"][-1]), names, n=1, cutoff=0.5)
-        return "no such key; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}")
-    if detail["type"] == "missing":
-        return "is missing"
-    message = detail["msg"].removeprefix("Value error, ").replace("Input should be ", "should be ")
-    return message if detail["type"] == "value_error" else f"{message}, not {detail['input']!r}"
+        return "no such key; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"), ""
+    if kind == "missing":
+        return "is missing", ""
+    if kind == "value_error":
+        return detail["msg"].removeprefix("Value error, "), ""
+    instead = f", not {detail['input']!r}"
+    if kind == "too_short":
+        return f"should have at least {detail['ctx']['min_length']}", instead
+    allowed = EXPECTED.get(kind) or detail["msg"].removeprefix("Input should be ")
+    return f"should be {allowed}", instead
 
 
 def _place(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
