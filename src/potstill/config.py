@@ -172,7 +172,7 @@ class LossConfig(Section):
     tokens and divided once per optimizer step by their number."""
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd"] = Field(
-        "forward_kl", description="how far the student is from the teacher; see losses.md"
+        "forward_kl", description="how far the student is from the teacher; docs/losses.md has the formulas"
     )
     beta: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="jsd: 0 is forward KL, 1 is reverse KL")
     alpha: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="skew of skew_kl and skew_reverse_kl")
