@@ -19,11 +19,15 @@ UNFINISHED = ".unfinished-"
 
 def write_text(path: Path, text: str) -> None:
     beside = path.with_name(f"{UNFINISHED}{path.name}")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise could_not_write(path, error) from error
 
 
 @contextmanager
@@ -32,8 +36,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     without an error; whatever happens, nothing half-written stands at `path`."""
     beside = path.with_name(f"{UNFINISHED}{path.name}")
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
     try:
+        beside.mkdir(parents=True)
         yield beside
         write_text(beside / MANIFEST, json.dumps({"files": _checksums(beside, sync=True)}, indent=1))
         beside.rename(path)
@@ -41,10 +45,12 @@ def new_folder(path: Path) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(beside, ignore_errors=True)
         if isinstance(error, OSError) or "No space left" in str(error):
-            raise PotstillError(
-                f"could not write {path}: {_reason(error)}; what was there before is untouched"
-            ) from error
+            raise could_not_write(path, error) from error
         raise
+
+
+def could_not_write(path: Path, error: BaseException) -> PotstillError:
+    return PotstillError(f"could not write {path}: {_reason(error)}; what was there before is untouched")
 
 
 def damage(folder: Path) -> str | None:

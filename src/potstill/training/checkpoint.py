@@ -14,13 +14,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
@@ -70,10 +70,7 @@ class Checkpoints:
                 student.model.save_pretrained(beside / "model")
                 student.tokenizer.save_pretrained(beside / "model")
             write_text(beside / "progress.json", json.dumps(asdict(progress)))
-        point(self.folder / "latest", path)
-        if progress.best_step is not None:
-            point(self.folder / "best", self.at(progress.best_step))
-        self._prune(progress)
+        self._settle(progress)
         return path
 
     def newest(self, warn: Callable[[str], None]) -> tuple[Path, Progress] | None:
@@ -86,19 +83,36 @@ class Checkpoints:
                 continue
             for bad in damaged:  # out of the way: the run will write this step anew
                 shutil.rmtree(bad)
-            return path, Progress(**json.loads((path / "progress.json").read_text()))
+            progress = Progress(**json.loads((path / "progress.json").read_text()))
+            if progress.best_step is not None and not self.at(progress.best_step).exists():
+                progress = replace(progress, best_step=None, best_bits_per_byte=None)  # a later best had replaced it
+            self._settle(progress)
+            return path, progress
         if damaged:
             raise PotstillError(f"no checkpoint in {self.folder} is whole; to start the run anew, remove that folder")
         return None
 
     def load(self, path: Path, module: nn.Module, optimizers: list[Optimizer]) -> None:
         state = _state(module, optimizers)
-        with quiet():
-            state_dict_loader.load(state, checkpoint_id=path / "state", no_dist=not _distributed())
+        try:
+            with quiet():
+                state_dict_loader.load(state, checkpoint_id=path / "state", no_dist=not _distributed())
+        except CheckpointException as error:
+            raise PotstillError(
+                f"checkpoint {path} does not fit this recipe's student and optimizer: choose another folder with run="
+            ) from error
+        settings = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers]
         set_state_dict(module, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizers"])
+        for optimizer, groups in zip(optimizers, settings, strict=True):
+            for group, setting in zip(optimizer.param_groups, groups, strict=True):
+                group.update(setting)  # the recipe's, which may be new ones with `resume: anyway`
         _set_random_state(state["random"][f"rank{rank()}"])
 
-    def _prune(self, progress: Progress) -> None:
+    def _settle(self, progress: Progress) -> None:
+        """Links and number of checkpoints as they should be with this one the newest; a kill may have come between."""
+        point(self.folder / "latest", self.at(progress.step))
+        if progress.best_step is not None:
+            point(self.folder / "best", self.at(progress.best_step))
         kept = {self.at(progress.best_step)} if progress.best_step is not None else set()
         for path in self.all()[: -self.keep]:
             if path not in kept:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from potstill.types import Batch, DenseTarget
+from potstill.types import Batch, DenseTarget, PotstillError
 
 if TYPE_CHECKING:
     from potstill.data import Window
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 def diagnose(parts: Parts, window: Window, knobs: LossKnobs, step: int) -> str:
     """One sentence: step, micro-batch, documents, and the likely cause."""
     nothing_taken = "; the step was not taken and the last checkpoint is untouched"
-    bad = [name for name, p in parts.module.named_parameters() if not torch.isfinite(p).all()]
-    if bad:
-        return f"step {step}: the student's weights are not finite ({bad[0]}): an earlier step was too large{nothing_taken}"
+    refuse_broken_weights(parts.module, step - 1)
     for number, host_batch in enumerate(window.batches, 1):
         batch = host_batch.to(parts.device)
         where = f"step {step}, micro-batch {number} of {len(window.batches)} ({_documents(batch)})"
@@ -28,12 +27,8 @@ def diagnose(parts: Parts, window: Window, knobs: LossKnobs, step: int) -> str:
         for index, teacher in enumerate(parts.teachers):
             target = teacher.targets(batch)
             targets.append((teacher.weight, target))
-            if (
-                isinstance(target, DenseTarget)
-                and target.hidden is not None
-                and not torch.isfinite(target.hidden).all()
-            ):
-                cause = f"the teacher's hidden states are not finite: try teachers[{index}].dtype: float32"
+            if isinstance(target, DenseTarget) and (what := _not_finite(target)):
+                cause = f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"
                 return f"the loss is not finite at {where}: {cause}{nothing_taken}"
         loss, _ = parts.module(batch, targets, batch.supervised_tokens, knobs)
         if not torch.isfinite(loss):
@@ -43,6 +38,21 @@ def diagnose(parts: Parts, window: Window, knobs: LossKnobs, step: int) -> str:
         "the loss is finite but its gradient is not: try a lower train.optimizer.lr, a longer warmup, or precision fp32"
     )
     return f"step {step}: {cause}{nothing_taken}"
+
+
+def refuse_broken_weights(module: nn.Module, step: int) -> None:
+    """Weights that are not numbers are not saved over those that were."""
+    bad = [name for name, p in module.named_parameters() if not torch.isfinite(p).all()]
+    if bad:
+        raise PotstillError(
+            f"step {step} left weights in the student that are not finite ({bad[0]}): try a lower train.optimizer.lr or a "
+            "longer train.lr_schedule.warmup; the last checkpoint is untouched"
+        )
+
+
+def _not_finite(target: DenseTarget) -> str | None:
+    parts = {"hidden states are": target.hidden, "output head is": target.weight}
+    return next((what for what, x in parts.items() if x is not None and not torch.isfinite(x).all()), None)
 
 
 def _documents(batch: Batch) -> str:

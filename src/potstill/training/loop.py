@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from potstill.config import Recipe, value_at
 from potstill.data import Prefetched, Window
 from potstill.parallel.mesh import sum_over_ranks
 from potstill.recipe import load_recipe
 from potstill.training.checkpoint import Progress
-from potstill.training.diagnosis import diagnose
+from potstill.training.diagnosis import diagnose, refuse_broken_weights
 from potstill.training.metrics import Stopwatch, peak_memory_bytes, watchers
 from potstill.training.optimizer import lr_factor, set_lr
 from potstill.training.run import Callback, Run
@@ -38,11 +39,12 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
 
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
-        windows = stack.enter_context(Prefetched(parts.windows(progress.data)))
+        source = parts.windows(progress.data)
+        windows = stack.enter_context(Prefetched(source, depth=source.group_windows))
         for watcher in watching:
             watcher.started(run)
             stack.callback(watcher.ended, run)
-        while run.step < run.total_steps and not stop.signal:
+        while run.step < run.total_steps and not run.stopped_by:
             with clock.of("data"):
                 window = next(windows)
             metrics = optimizer_step(recipe, parts, window, run, clock)
@@ -59,12 +61,13 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
                 progress = _with_best(progress, run.evaluation["bits_per_byte"])
                 for watcher in watching:
                     watcher.evaluated(run, run.evaluation)
-            if last or stop.signal or _due(run.step, recipe.checkpoint.every) or progress.best_step == run.step:
+            run.stopped_by = None if last else stop.signal  # read once: the step a run ends at is a step it saves
+            if last or run.stopped_by or _due(run.step, recipe.checkpoint.every) or progress.best_step == run.step:
+                refuse_broken_weights(parts.module, run.step)
                 run.checkpoint = checkpoints.save(progress, parts.student, parts.module, parts.optimizers)
                 run.best = None if progress.best_step is None else checkpoints.at(progress.best_step)
                 for watcher in watching:
                     watcher.saved(run, run.checkpoint)
-        run.stopped_by = stop.signal if run.step < run.total_steps else None
     if recipe.checkpoint.push_to_hub and run.step == run.total_steps:
         _push(parts, recipe.checkpoint.push_to_hub)
     return run
@@ -86,9 +89,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, window: Window, run: Run, clock
             stat_rows = 0  # a sample of the first micro-batch is enough
     with clock.of("optimizer"):
         norm = torch.nn.utils.clip_grad_norm_(parts.module.parameters(), recipe.train.clip or math.inf)
-        *totals, norm_value = torch.cat(
-            [sum_over_ranks(sums), norm.float().view(1)]
-        ).tolist()  # the step's one host sync
+        *totals, norm_value = read(torch.cat([sum_over_ranks(sums), norm.float().view(1)]))
         if not (math.isfinite(totals[0]) and math.isfinite(norm_value)):
             raise PotstillError(diagnose(parts, window, knobs, run.step + 1))
         lr = set_lr(parts.optimizers, lr_factor(run.step, run.total_steps, recipe.train.lr_schedule))
@@ -112,6 +113,11 @@ def optimizer_step(recipe: Recipe, parts: Parts, window: Window, run: Run, clock
         **_speed(clock.read(), tokens),
         "peak_memory_bytes": peak_memory_bytes(parts.device),
     }
+
+
+def read(values: Tensor) -> list[float]:
+    """The one place, once a step, where the host waits for the device."""
+    return values.tolist()
 
 
 def loss_knobs(recipe: Recipe, progress: float) -> LossKnobs:

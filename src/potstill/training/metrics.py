@@ -7,16 +7,16 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from potstill.config import Recipe
-from potstill.files import write_text
+from potstill.files import could_not_write, write_text
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
 
@@ -58,24 +58,33 @@ class JsonLines(Callback):
         self._evals = open(run.folder / EVALS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
-        self._metrics.write(json.dumps(metrics) + "\n")
+        self._write(self._metrics, metrics)
 
     def evaluated(self, run: Run, evaluation: Mapping[str, Any]) -> None:
-        self._evals.write(json.dumps(evaluation, ensure_ascii=False) + "\n")
+        self._write(self._evals, evaluation)
 
     def ended(self, run: Run) -> None:
-        self._metrics.close()
-        self._evals.close()
+        for file in (self._metrics, self._evals):
+            with suppress(OSError):  # only what could not be written, and was reported, is still in the buffer
+                file.close()
+
+    def _write(self, file: TextIO, record: Mapping[str, Any]) -> None:
+        try:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise could_not_write(Path(file.name), error) from error
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a log, without one torn by a kill. Split at newlines only: samples may hold other line separators."""
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
 
 
 def keep_until(path: Path, step: int) -> None:
     """Drop lines of steps that will be taken again after a resume, and a line torn by a kill."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-    write_text(path, "".join(line for line in lines if json.loads(line)["step"] <= step))
+    write_text(path, "".join(line + "\n" for line in whole_lines(path) if json.loads(line)["step"] <= step))
 
 
 class TensorBoard(Callback):
@@ -134,7 +143,9 @@ class Display(Callback):
     def started(self, run: Run) -> None:
         self._begin, self._first = time.perf_counter(), run.step
         if run.step:
-            self._console.print(f"going on at step {run.step} of {run.total_steps} in {run.folder}", highlight=False)
+            self._console.print(
+                f"going on at step {run.step} of {run.total_steps} in {run.folder}", highlight=False, markup=False
+            )
         if self._console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from rich.console import Console
 from torch.optim import Optimizer
 
 from potstill.config import Recipe
-from potstill.data import Window, Windows
+from potstill.data import Windows, count_windows
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.files import write_text
 from potstill.models import LanguageModel, check_fit, load_student
@@ -23,7 +23,7 @@ from potstill.parallel.mesh import pick_device
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
 from potstill.teachers.live import LiveTeacher, open_teachers
 from potstill.training.checkpoint import Checkpoints, Progress
-from potstill.training.metrics import EVALS
+from potstill.training.metrics import EVALS, whole_lines
 from potstill.training.optimizer import make_optimizers
 from potstill.training.run import Run
 from potstill.training.student import StudentLoss
@@ -43,12 +43,12 @@ class Parts:
     module: StudentLoss
     teachers: list[LiveTeacher]
     optimizers: list[Optimizer]
-    windows: Callable[[dict[str, Any] | None], Iterator[Window]]  # from a position in the data
+    windows: Callable[[dict[str, Any] | None], Windows]  # from a position in the data
     evaluate: Callable[[], dict[str, Any]]
 
 
 def open_run(recipe: Recipe) -> tuple[Run, Checkpoints]:
-    """The run's folder, locked for this process, with the resolved recipe in it."""
+    """The run's folder, locked for this process."""
     folder = Path(recipe.run)
     checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep)
     used = bool(checkpoints.all())
@@ -67,7 +67,6 @@ def open_run(recipe: Recipe) -> tuple[Run, Checkpoints]:
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
         checkpoints.prepare()
-        write_text(folder / RECIPE, recipe_yaml(recipe))
     except OSError as error:
         raise PotstillError(f"run: cannot write to {folder} ({error.strerror or error})") from error
     return Run(folder), checkpoints
@@ -108,8 +107,16 @@ def assemble(recipe: Recipe) -> Parts:
     optimizers = make_optimizers(student.model, student.model.get_output_embeddings(), recipe.train.optimizer)
     held_out: list[Batch] = []
 
-    def windows(state: dict[str, Any] | None) -> Iterator[Window]:
-        return training_windows(recipe, student, state)
+    def windows(state: dict[str, Any] | None) -> Windows:
+        return Windows(
+            recipe.data,
+            student.tokenizer,
+            batch_size=recipe.train.batch_size,
+            micro_batch_size=recipe.train.micro,
+            seed=recipe.train.seed,
+            epochs=recipe.train.epochs,
+            state=state,
+        )
 
     def evaluate_student() -> dict[str, Any]:
         assert recipe.eval is not None
@@ -121,21 +128,9 @@ def assemble(recipe: Recipe) -> Parts:
     return Parts(device, student, module, teachers, optimizers, windows, evaluate_student)
 
 
-def training_windows(recipe: Recipe, student: LanguageModel, state: dict[str, Any] | None = None) -> Windows:
-    return Windows(
-        recipe.data,
-        student.tokenizer,
-        batch_size=recipe.train.batch_size,
-        micro_batch_size=recipe.train.micro,
-        seed=recipe.train.seed,
-        epochs=recipe.train.epochs,
-        state=state,
-    )
-
-
 def resume(recipe: Recipe, run: Run, parts: Parts, checkpoints: Checkpoints, console: Console) -> Progress:
-    """Put the newest whole checkpoint into the parts; without one, a fresh start."""
-    found = checkpoints.newest(lambda message: console.print(f"[yellow]{message}[/]", highlight=False))
+    """Put the newest whole checkpoint into the parts; without one, a fresh start. Saves the resolved recipe."""
+    found = checkpoints.newest(lambda message: console.print(message, style="yellow", highlight=False, markup=False))
     if found is None:
         total = recipe.train.steps or _count_steps(recipe, parts.student, console)
         progress = Progress(0, 0, None, {}, total, None, None)
@@ -148,16 +143,25 @@ def resume(recipe: Recipe, run: Run, parts: Parts, checkpoints: Checkpoints, con
         run.best = None if progress.best_step is None else checkpoints.at(progress.best_step)
         run.evaluation = _last_evaluation(run.folder / EVALS, progress.step)
     run.step, run.total_steps, run.counts = progress.step, progress.total_steps, progress.counts
+    write_text(run.folder / RECIPE, recipe_yaml(recipe))  # not earlier: a recipe that does not fit is not the run's
     return progress
 
 
 def _last_evaluation(path: Path, step: int) -> dict[str, Any] | None:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    records = [json.loads(line) for line in whole_lines(path)] if path.exists() else []
     return next((r for r in reversed(records) if r["step"] <= step), None)
 
 
 def _count_steps(recipe: Recipe, student: LanguageModel, console: Console) -> int:
     """With `train.epochs`, the schedule needs to know how many steps they are."""
-    with console.status("counting the steps of train.epochs …"):
-        return training_windows(recipe, student).count()
+    data, train = recipe.data, recipe.train
+    assert train.epochs is not None
+    with console.status("counting the steps of train.epochs …") as status:
+        return count_windows(
+            data,
+            student.tokenizer,
+            batch_size=train.batch_size,
+            seed=train.seed,
+            epochs=train.epochs,
+            progress=lambda steps: status.update(f"counting the steps of train.epochs: {steps:,} …"),
+        )
