@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +11,7 @@ from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -42,7 +43,18 @@ def checked(section: type[Checked], keys: Any, where: str) -> Checked:
 
 def recipe_yaml(recipe: Recipe) -> str:
     """The recipe with every default spelled out; `load_recipe` reads it back to an equal one."""
-    return yaml.safe_dump(recipe.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+    # By OmegaConf, which reads it: a text such as 1e3 (the beginning of a commit, say) is quoted, and stays a text.
+    keys = _escaped(recipe.model_dump(mode="json", by_alias=True))
+    return str(OmegaConf.to_yaml(OmegaConf.create(keys)))
+
+
+def _escaped(value: Any) -> Any:
+    """With `${` as OmegaConf wants it where it means itself, and not another key of the recipe."""
+    if isinstance(value, dict):
+        return {key: _escaped(sub) for key, sub in value.items()}
+    if isinstance(value, list):
+        return [_escaped(sub) for sub in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def recipe_schema() -> str:
@@ -78,40 +90,41 @@ def _read_yaml(path: Path) -> Any:
 
 
 def _overridden(keys: Any, overrides: Iterable[str]) -> Any:
-    config = OmegaConf.create(keys)
+    keys = copy.deepcopy(keys)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise PotstillError(f"cannot read the override {override!r}: write key.sub=value, as in train.steps=200")
         try:
             # OmegaConf's YAML, as in a recipe file: there 1e-3 is a number, in plain PyYAML a string.
-            value = OmegaConf.from_dotlist([f"value={text}"])["value"] if text else None
-            _set(config, key.replace("[", ".").replace("]", "").split("."), value, override)
+            read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=True)
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             raise PotstillError(f"cannot apply the override {override!r}: {' '.join(str(error).split())}") from None
-    return OmegaConf.to_container(config, resolve=True)
+        assert isinstance(read, dict)
+        _set(keys, key.replace("[", ".").replace("]", "").split("."), read["value"] if text else None, override)
+    return keys
 
 
-def _set(config: DictConfig | ListConfig, path: list[str], value: Any, override: str) -> None:
-    """Set `a.b.0.c` in the config; a list's index must be one that is there."""
-    node: Any = config
+def _set(keys: Any, path: list[str], value: Any, override: str) -> None:
+    """Set `a.b.0.c` in nested keys; a list's index must be one that is there."""
+    node = keys
     for depth, part in enumerate(path):
-        key: str | int = part
-        if isinstance(node, ListConfig):
+        last = depth == len(path) - 1
+        if isinstance(node, list):
             if not part.isdecimal() or int(part) >= len(node):
                 at = ".".join(path[:depth])
                 raise PotstillError(
                     f"override {override!r}: {at} is a list of {len(node)}; {part!r} is not one of its places"
                 )
-            key = int(part)
-        if depth == len(path) - 1:
-            OmegaConf.update(node, str(key), value, merge=False, force_add=True) if isinstance(node, DictConfig) else (
-                node.__setitem__(key, value)
-            )
-            return
-        if isinstance(node, DictConfig) and not isinstance(node.get(part), DictConfig | ListConfig):
-            node[part] = {}
-        node = node[key]
+            place: Any = int(part)
+        else:
+            place = part
+            node.setdefault(place, {})
+        if last:
+            node[place] = value
+        elif not isinstance(node[place], dict | list):
+            node[place] = {}
+        node = node[place]
 
 
 # What a value of the wrong kind should have been, in our words.
