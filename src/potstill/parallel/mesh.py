@@ -18,6 +18,11 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def count_over_ranks(count: int) -> int:
+    """A number that the host knows, summed over the data-parallel ranks; with one process no tensor is made."""
+    return int(sum_over_ranks(torch.tensor(count))) if dist.is_initialized() else count
+
+
 def pick_device(name: str) -> torch.device:
     """`auto`: cuda, mps or cpu, whichever there is."""
     if name != "auto":

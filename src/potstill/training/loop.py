@@ -15,7 +15,7 @@ from torch import Tensor
 
 from potstill.config import Recipe, value_at
 from potstill.data import Prefetched, Window
-from potstill.parallel.mesh import sum_over_ranks
+from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
 from potstill.recipe import load_recipe
 from potstill.training.checkpoint import Progress
 from potstill.training.diagnosis import diagnose, refuse_broken_weights
@@ -135,8 +135,7 @@ def loss_knobs(recipe: Recipe, progress: float) -> LossKnobs:
 
 def _supervised_tokens(batches: Sequence[Batch]) -> int:
     """Of the whole step, over all micro-batches and ranks: the only divisor."""
-    tokens = torch.tensor([batch.supervised_tokens for batch in batches]).sum()
-    return int(sum_over_ranks(tokens))
+    return count_over_ranks(sum(batch.supervised_tokens for batch in batches))
 
 
 def _ahead(

@@ -1,0 +1,201 @@
+"""The chunked loss against its naive twin (full logits, autograd), in value and gradient."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from potstill.losses import DIVERGENCES, DenseTarget, SampledTarget, TopKTarget, compare_rows, fused_linear_kd
+
+
+def naive_divergence(name, logp, logq, beta, alpha):
+    """By the definition, for autograd."""
+    p, q = logp.exp(), logq.exp()
+    kl = lambda a, b: (a.exp() * (a - b)).sum(-1)  # noqa: E731
+    mix = lambda a, b, w: (w * a.exp() + (1 - w) * b.exp()).log()  # noqa: E731
+    if name == "forward_kl":
+        return kl(logp, logq)
+    if name == "reverse_kl":
+        return kl(logq, logp)
+    if name == "jsd":
+        m = mix(logp, logq, beta)
+        return beta * kl(logp, m) + (1 - beta) * kl(logq, m)
+    if name == "skew_kl":
+        return kl(logp, mix(logp, logq, alpha))
+    if name == "skew_reverse_kl":
+        return kl(logq, mix(logq, logp, alpha))
+    return 0.5 * (p - q).abs().sum(-1)
+
+
+def naive_loss(hidden, weight, target, labels, row_weight, name, t, kd_weight, ce_weight, bias, softcap, scale, width):
+    def logits(h, w, b, cap, s):
+        z = F.linear(h, w, b) * s
+        return z if cap is None else cap * torch.tanh(z / cap)
+
+    z = logits(hidden, weight, bias, softcap, scale)
+    teacher = logits(target.hidden, target.weight, target.bias, target.softcap, target.logit_scale)
+    logp, logq = (teacher / t).log_softmax(-1), (z[:, :width] / t).log_softmax(-1)
+    kd = naive_divergence(name, logp, logq, 0.3, 0.1) * (t if name == "tvd" else t * t)
+    ce = F.cross_entropy(z, labels, reduction="none")
+    return (row_weight * (kd_weight * kd + ce_weight * ce)).sum(), kd, ce
+
+
+CASES = list(itertools.product(DIVERGENCES, [1.0, 2.5], [None, 3, 100]))
+
+
+@pytest.mark.parametrize(("name", "temperature", "chunk_rows"), CASES)
+def test_equals_full_logits(name, temperature, chunk_rows):
+    generator = torch.Generator().manual_seed(5)
+
+    def randn(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    n, v, width, h, ht = 13, 37, 33, 8, 6  # the student's vocabulary is padded to 37
+    target = DenseTarget(randn(n, ht), randn(width, ht), bias=randn(width), softcap=4.0, logit_scale=0.8)
+    hidden, weight, bias = (x.requires_grad_() for x in (randn(n, h), randn(v, h), randn(v)))
+    labels = torch.randint(v, (n,), generator=generator)
+    row_weight = torch.rand(n, dtype=torch.float64, generator=generator)
+    out = fused_linear_kd(
+        hidden,
+        weight,
+        target,
+        labels=labels,
+        row_weight=row_weight,
+        divergence=name,
+        temperature=temperature,
+        beta=0.3,
+        kd_weight=0.7,
+        ce_weight=0.4,
+        bias=bias,
+        softcap=5.0,
+        logit_scale=1.3,
+        chunk_rows=chunk_rows,
+    )
+    arguments = (target, labels, row_weight, name, temperature, 0.7, 0.4, bias, 5.0, 1.3, width)
+    loss, kd, ce = naive_loss(hidden, weight, *arguments)
+    ours = torch.autograd.grad(3 * out.loss, (hidden, weight, bias))
+    theirs = torch.autograd.grad(3 * loss, (hidden, weight, bias))
+    torch.testing.assert_close(out.loss, loss, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(out.kd, kd, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(out.ce, ce, rtol=1e-10, atol=1e-12)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+KINDS = [*itertools.product(DIVERGENCES, ["dense", "top-k"]), ("forward_kl", "sampled")]
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_gradcheck(name, kind):
+    torch.manual_seed(2)
+    logp = (torch.randn(4, 6, dtype=torch.float64) / 2).log_softmax(-1)
+    top = logp.topk(3)
+    target = {
+        "dense": DenseTarget(logits=logp[:, :5]),
+        "top-k": TopKTarget(top.indices, top.values, torch.log1p(-top.values.exp().sum(-1))),
+        "sampled": SampledTarget(top.indices, torch.rand(4, 3, dtype=torch.float64)),
+    }[kind]
+    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((4, 3), (6, 3), (6,))]
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: fused_linear_kd(h, w, target, divergence=name, temperature=1.7, bias=b, chunk_rows=3).loss,
+        inputs,
+    )
+
+
+def test_several_teachers_over_one_product():
+    torch.manual_seed(3)
+    a, b = DenseTarget(logits=torch.randn(5, 9)), DenseTarget(logits=torch.randn(5, 9))
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    both = fused_linear_kd(hidden, weight, [(0.3, a), (2.0, b)])
+    apart = 0.3 * fused_linear_kd(hidden, weight, a).loss + 2.0 * fused_linear_kd(hidden, weight, b).loss
+    for ours, theirs in zip(
+        torch.autograd.grad(both.loss, (hidden, weight)), torch.autograd.grad(apart, (hidden, weight)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_no_rows_give_a_differentiable_zero():
+    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    target = DenseTarget(logits=torch.zeros(0, 9))
+    out = fused_linear_kd(hidden, weight, target, labels=torch.zeros(0, dtype=torch.int64), ce_weight=1.0)
+    out.loss.backward()
+    assert out.loss.item() == 0.0
+    assert weight.grad.abs().max() == 0.0
+
+
+def test_frozen_head_gets_no_gradient():
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(9, 4)
+    fused_linear_kd(hidden, weight, DenseTarget(logits=torch.randn(3, 9))).loss.backward()
+    assert weight.grad is None and hidden.grad.abs().sum() > 0
+
+
+def test_bfloat16_is_computed_in_float32():
+    torch.manual_seed(4)
+    hidden, weight = torch.randn(40, 16).bfloat16().requires_grad_(), torch.randn(50, 16).bfloat16().requires_grad_()
+    target = DenseTarget(torch.randn(40, 8).bfloat16(), torch.randn(50, 8).bfloat16())
+    out = fused_linear_kd(hidden, weight, target, chunk_rows=7)
+    out.loss.backward()
+    logits = (hidden.detach() @ weight.detach().t()).float()
+    exact = F.kl_div(
+        logits.log_softmax(-1),
+        (target.hidden @ target.weight.t()).float().log_softmax(-1),
+        log_target=True,
+        reduction="sum",
+    )
+    assert out.kd.dtype == torch.float32
+    torch.testing.assert_close(out.loss, exact, rtol=1e-5, atol=1e-5)
+    assert hidden.grad.dtype == torch.bfloat16 and weight.grad.dtype == torch.bfloat16
+
+
+def test_memory_does_not_grow_with_rows_times_vocabulary():
+    """The largest tensor made on the way holds one chunk, not all rows."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.seen = max(self.seen, out.numel())
+            return out
+
+    hidden, weight = torch.randn(256, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
+    with Largest() as mode:
+        fused_linear_kd(hidden, weight, DenseTarget(torch.randn(256, 4), torch.randn(1000, 4)), chunk_rows=16)
+    assert mode.seen == 16 * 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"divergence": "kl"}, "unknown divergence 'kl'"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"beta": 1.5}, "beta must be between 0 and 1"),
+        ({"ce_weight": 1.0}, "ce_weight needs labels"),
+        ({"labels": torch.zeros(4, dtype=torch.int64)}, r"labels \[4\] must be \[3\]"),
+        ({"weight": torch.zeros(9, 5)}, "must be"),
+        ({"target": DenseTarget(logits=torch.zeros(2, 9))}, "2 rows and the student 3"),
+        ({"target": DenseTarget(logits=torch.zeros(3, 10))}, "10 ids and the student's head 9"),
+        ({"target": DenseTarget()}, "needs hidden and weight, or logits"),
+        ({"target": TopKTarget(torch.zeros(3, 0).long(), torch.zeros(3, 0), torch.zeros(3))}, r"must both be \[3, K\]"),
+        ({"target": SampledTarget(torch.zeros(3, 2).long(), torch.ones(3, 2)), "divergence": "jsd"}, "forward_kl only"),
+    ],
+)
+def test_refusals(change, says):
+    call = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(9, 4), "target": DenseTarget(logits=torch.zeros(3, 9))}
+    with pytest.raises(ValueError, match=says):
+        fused_linear_kd(**{**call, **change})
+
+
+def test_compare_rows_by_hand():
+    p, q = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.5, 0.3]]), torch.tensor([[0.5, 0.4, 0.1], [0.6, 0.3, 0.1]])
+    stats = compare_rows(DenseTarget(q.log(), torch.eye(3)), torch.tensor([1, 0]), DenseTarget(p.log(), torch.eye(3)))
+    torch.testing.assert_close(stats.nll, -torch.tensor([0.4, 0.6]).log())
+    torch.testing.assert_close(stats.kl, (p * (p / q).log()).sum(-1))
+    torch.testing.assert_close(stats.student_entropy, -(q * q.log()).sum(-1))
+    torch.testing.assert_close(stats.teacher_entropy, -(p * p.log()).sum(-1))
+    assert stats.agreement.tolist() == [1.0, 0.0]
+    assert stats.correct.tolist() == [0.0, 1.0]
+    torch.testing.assert_close(stats.confidence, torch.tensor([0.5, 0.6]))

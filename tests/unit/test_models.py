@@ -1,0 +1,144 @@
+"""Loading: heads of several families, what is probed, layers kept, tokenizers compared by content."""
+
+import pytest
+import torch
+from tiny import CPU, LLAMA, TOKENIZER, tiny
+
+from potstill.config import StudentConfig, TeacherConfig
+from potstill.losses.fused import target_logits
+from potstill.models import keep_layers, load_student, load_teacher, load_tokenizer, shared_ids
+from potstill.types import PotstillError
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+FAMILIES = {
+    "llama tied": {},
+    "llama untied": {"tie_word_embeddings": False},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "gemma2 soft-capped": {"model_type": "gemma2", "head_dim": 16, "final_logit_softcapping": 3.0},
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8},
+    "granite scaled": {"model_type": "granite", "logits_scaling": 4.0},
+    "cohere scaled": {"model_type": "cohere", "logit_scale": 0.25},
+    "phi with a bias on its head": {"model_type": "phi"},
+}
+
+
+@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES.keys())
+def test_hidden_and_head_give_the_models_logits(changes):
+    student = tiny(0, **changes)
+    for parameter in student.model.parameters():  # biases and norms are trivial at the start
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.arange(5, 45).view(2, 20)
+    with torch.no_grad():
+        logits = student.model(ids).logits.flatten(0, 1)
+        hidden = student.model.base_model(ids).last_hidden_state.flatten(0, 1)
+        ours = target_logits(student.at_rows(hidden), slice(None))
+        torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-4)
+        assert student.masks == "blocks"
+
+
+def test_unknown_logits_are_refused(monkeypatch):
+    """A model that does something to its logits we do not know: here Granite's scaling, unknown to us."""
+    from potstill import models
+
+    monkeypatch.setattr(models, "HEAD_KEYS", {})
+    with pytest.raises(PotstillError, match="between its last hidden state and its logits"):
+        tiny(0, model_type="granite", logits_scaling=4.0)
+
+
+def test_model_without_attention_is_used_one_document_a_row():
+    config = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    assert load_student(StudentConfig(config=config, tokenizer=TOKENIZER), CPU, 0).masks == "own"
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            {**LLAMA, "hiden_size": 3},
+            "student.config.hiden_size: a llama config has no such key; did you mean hidden_size",
+        ),
+        ({"model_type": "lama"}, "transformers has no model type 'lama'"),
+    ],
+)
+def test_fresh_config_is_checked(config, says):
+    with pytest.raises(PotstillError, match=says):
+        load_student(StudentConfig(config=config, tokenizer=TOKENIZER), CPU, 0)
+
+
+@pytest.mark.parametrize("config", [{**LLAMA, "num_hidden_layers": 5}, {**GPT2, "n_layer": 5}], ids=["llama", "gpt2"])
+def test_student_from_chosen_layers(config, tmp_path):
+    whole = load_student(StudentConfig(config=config, tokenizer=TOKENIZER), CPU, 0)
+    whole.model.save_pretrained(tmp_path)
+    whole.tokenizer.save_pretrained(tmp_path)
+    kept = load_student(StudentConfig.model_validate({"from": str(tmp_path), "layers": [0, 3]}), CPU, 0)
+    assert kept.model.config.num_hidden_layers == 2
+    keep_layers(whole.model.eval(), [0, 3])
+    kept.model.eval()
+    ids = torch.arange(5, 25).view(1, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(kept.model(ids).logits, whole.model(ids).logits)
+        # generation numbers its cache by layer: a layer that kept its old index would break it
+        assert kept.model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 23)
+    with pytest.raises(PotstillError, match=r"\[5\] are not layers of a model with 5 \(0 to 4\)"):
+        load_student(StudentConfig.model_validate({"from": str(tmp_path), "layers": [0, 5]}), CPU, 0)
+
+
+def test_teacher_saved_in_float16_is_read_as_float32_on_a_cpu(tmp_path):
+    teacher = tiny(0)
+    teacher.model.half().save_pretrained(tmp_path)
+    teacher.tokenizer.save_pretrained(tmp_path)
+    loaded = load_teacher(TeacherConfig(model=str(tmp_path)), CPU, "teachers[0]")
+    assert loaded.model.dtype == torch.float32
+    assert not loaded.model.training and not any(p.requires_grad for p in loaded.model.parameters())
+    half = load_teacher(TeacherConfig(model=str(tmp_path), dtype="bfloat16"), CPU, "teachers[0]")
+    assert half.model.dtype == torch.bfloat16
+
+
+def test_quantised_teacher_names_its_extra(tmp_path):
+    with pytest.raises(PotstillError, match=r"potstill\[quant\]"):
+        load_teacher(TeacherConfig(model=str(tmp_path), quantize="4bit"), CPU, "teachers[0]")
+
+
+def swapped(tokenizer, edit):
+    """A tokenizer with an edited tokenizer.json."""
+    import json
+
+    from tokenizers import Tokenizer
+
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    edit(content)
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(content))
+
+
+def test_tokenizers_are_compared_by_content_not_by_size():
+    student, teacher = tiny(0), tiny(1)
+
+    def swap_two_tokens(content):
+        vocabulary = content["model"]["vocab"]
+        a, b = [t for t, i in vocabulary.items() if i in (300, 301)]
+        vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+
+    swapped(teacher.tokenizer, swap_two_tokens)
+    assert len(student.tokenizer) == len(teacher.tokenizer)
+    with pytest.raises(PotstillError, match="id 300 is"):
+        shared_ids(student, teacher, "teachers[0]")
+
+
+def test_same_tokens_cut_differently_are_refused():
+    student, teacher = tiny(0), tiny(1)
+    swapped(teacher.tokenizer, lambda content: content["model"]["merges"].reverse())
+    with pytest.raises(PotstillError, match=r"cuts text differently \(model\)"):
+        shared_ids(student, teacher, "teachers[0]")
+
+
+def test_extra_ids_at_the_end_are_left_out():
+    student, teacher = tiny(0), tiny(1, vocab_size=2060)
+    teacher.tokenizer.add_tokens(["<|extra|>"], special_tokens=True)
+    assert shared_ids(student, teacher, "teachers[0]") == 2048
+
+
+def test_missing_models_and_tokenizers_say_where(tmp_path):
+    with pytest.raises(PotstillError, match=r"student\.model: cannot load|student\.tokenizer: no tokenizer"):
+        load_student(StudentConfig(model=str(tmp_path / "nothing")), CPU, 0)
+    with pytest.raises(PotstillError, match=r"bytes-3k does not ship with potstill; what does: "):
+        load_tokenizer("shipped:tokenizers/bytes-3k", "student.tokenizer")
