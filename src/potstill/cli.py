@@ -66,7 +66,7 @@ def train(
         console.print(
             f"stopped by {run.stopped_by} at step {run.step}; the same command goes on from there", highlight=False
         )
-    console.print(f"student: {run.model}", highlight=False)
+    console.print(f"student: {run.model}", highlight=False, markup=False)
 
 
 @app.command(name="eval")
@@ -79,7 +79,9 @@ def evaluate(
     text: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
     messages: Annotated[str | None, typer.Option(help="Column with chats, instead of --text.")] = None,
     split: Annotated[str, typer.Option(help="Split of a data set.")] = "train",
-    max_length: Annotated[int, typer.Option(help="Longest sequence in tokens.")] = 1024,
+    max_length: Annotated[
+        int | None, typer.Option(help="Longest sequence in tokens; default: what the models can read, at most 1024.")
+    ] = None,
     piece_bytes: Annotated[int | None, typer.Option(help="Cut texts into pieces of so many bytes.")] = None,
     examples: Annotated[int | None, typer.Option(help="Use only the first so many examples.")] = None,
     batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 8,
@@ -116,7 +118,7 @@ def report(
     """Write one self-contained HTML page with the curves, samples, evaluation and recipes of one or more runs."""
     from potstill.report import write_report
 
-    Console(soft_wrap=True).print(f"report: {write_report(runs, out)}", highlight=False)
+    Console(soft_wrap=True).print(f"report: {write_report(runs, out)}", highlight=False, markup=False)
 
 
 @app.command()
@@ -129,10 +131,11 @@ def schema() -> None:
 
 def main() -> None:
     """The `potstill` command: an error a person can mend is one sentence on stderr, and exit code 1."""
+    debug = "--debug" in sys.argv
     try:
-        app()
+        app([argument for argument in sys.argv[1:] if argument != "--debug"])  # so that it may stand anywhere
     except PotstillError as error:
-        if "--debug" in sys.argv:
+        if debug:
             raise
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_escaped(error)}", highlight=False)
         sys.exit(1)

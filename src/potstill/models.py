@@ -13,9 +13,11 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -108,14 +110,15 @@ def block_masks(config: Any, document_BL: Tensor, dtype: torch.dtype) -> Tensor 
 
 def load_student(config: StudentConfig, device: torch.device, seed: int) -> LanguageModel:
     name = config.model or config.from_
-    tokenizer = load_tokenizer(config.tokenizer or name or "", "student.tokenizer", config.revision)
+    where = "student.model" if config.model else "student.from"
+    tokenizer_where = "student.tokenizer" if config.tokenizer else where
+    tokenizer = load_tokenizer(config.tokenizer or name or "", tokenizer_where, config.revision)
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(seed)
     if config.config is not None:
         model = _fresh(config.config, tokenizer, dtype, config.attn_implementation)
     else:
         assert name is not None
-        where = "student.model" if config.model else "student.from"
         model = _pretrained(name, where, config, dtype=dtype)
     if config.layers is not None:
         keep_layers(model, config.layers)
@@ -146,7 +149,7 @@ def load_tokenizer(name: str, where: str, revision: str | None = None) -> PreTra
     try:
         tokenizer = AutoTokenizer.from_pretrained(locate(name), revision=revision)
     except (OSError, ValueError) as error:
-        raise PotstillError(f"{where}: no tokenizer at {name} ({_first_line(error)})") from error
+        raise _cannot_load(name, where, "tokenizer", error) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise PotstillError(f"{where}: {name} has no fast tokenizer (tokenizer.json), which potstill needs")
     return tokenizer
@@ -157,11 +160,30 @@ def _pretrained(name: str, where: str, config: StudentConfig | TeacherConfig, **
         options["attn_implementation"] = config.attn_implementation
     try:
         with quiet():
-            return AutoModelForCausalLM.from_pretrained(
-                locate(name), revision=config.revision, trust_remote_code=config.trust_remote_code, **options
+            model, found = AutoModelForCausalLM.from_pretrained(
+                locate(name),
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                **options,
             )
-    except (OSError, ValueError, ImportError) as error:
-        raise PotstillError(f"{where}: cannot load {name} ({_first_line(error)})") from error
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise _cannot_load(name, where, "model", error) from error
+    # transformers would fill these with random numbers and go on.
+    absent = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise PotstillError(f"{where}: the weights in {name} lack {absent[0]}{more}, or hold them in another shape")
+    return model
+
+
+def _cannot_load(name: str, where: str, what: str, error: Exception) -> PotstillError:
+    if Path(locate(name)).exists():
+        return PotstillError(f"{where}: cannot load the {what} in {name} ({_reason(error)})")
+    if name.startswith((".", "/", "~")):
+        return PotstillError(f"{where}: cannot load {name}: there is no such folder")
+    return PotstillError(f"{where}: cannot load {name}: no such folder here, and the hub gave no {what} ({_reason(error)})")
 
 
 def _fresh(
@@ -179,9 +201,12 @@ def _fresh(
             hint = f"; did you mean {near[0]}?" if near else ""
             raise PotstillError(f"student.config.{key}: a {kind} config has no such key{hint}")
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
-    config = AutoConfig.for_model(kind, **{"vocab_size": len(tokenizer), **ids, **keys})
     options = {"attn_implementation": attn} if attn else {}
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    try:
+        config = AutoConfig.for_model(kind, **{"vocab_size": len(tokenizer), **ids, **keys})
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    except Exception as error:  # the values reach the code of each architecture, which may raise anything
+        raise PotstillError(f"student.config: transformers makes no {kind} model of it ({_reason(error)})") from error
 
 
 def keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
@@ -229,6 +254,11 @@ def _probed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, who: str
         own = hidden_states(model, single, "own")
         logits = model(input_ids=single.input_ids, use_cache=False).logits
         ours = head_logits(own.flatten(0, 1), **_head_of(language_model.at_rows(own.flatten(0, 1))))
+        if not torch.isfinite(logits).all():
+            raise PotstillError(
+                f"{who} ({model.config.model_type}, {str(model.dtype).removeprefix('torch.')}) gives logits that are not "
+                "finite: its weights are broken, or too large for this dtype"
+            )
         if not _close(ours, logits.flatten(0, 1).float()):
             raise PotstillError(
                 f"{who} ({model.config.model_type}) does something between its last hidden state and its logits that potstill "
@@ -331,5 +361,7 @@ def _content(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {name: parts[name] for name in ("normalizer", "pre_tokenizer", "model")}
 
 
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _reason(error: Exception) -> str:
+    """The first line of what a library says, with the next one where it ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return (" ".join(lines[:2]) if lines[0].endswith(":") else lines[0]).rstrip(".")

@@ -82,7 +82,7 @@ def _read_yaml(path: Path) -> Any:
         raise PotstillError(f"there is no recipe {path}")
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise PotstillError(f"{path} is not a readable YAML recipe: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
         raise PotstillError(f"{path} is not a recipe: expected keys such as student, data and train at the top")

@@ -23,7 +23,7 @@ def evaluate_model(
     *,
     teacher: str | None,
     source: dict[str, Any],
-    max_length: int,
+    max_length: int | None,
     piece_bytes: int | None,
     packing: bool,
     examples: int | None,
@@ -34,15 +34,18 @@ def evaluate_model(
     as_json: bool,
 ) -> dict[str, Any]:
     """Evaluate, print, and give back the numbers."""
-    keys = {"sources": [source], "max_length": max_length, "piece_bytes": piece_bytes, "packing": packing}
+    keys = {"sources": [source], "max_length": max_length or 1024, "piece_bytes": piece_bytes, "packing": packing}
     data = checked(DataConfig, keys, "--data")
     device = pick_device(device_name)
     student = load_student(StudentConfig(model=model), device, seed=0)
     teachers = open_teachers([TeacherConfig(model=teacher)] if teacher else [], student, device)
-    for who, language_model in [(model, student), *((t.name, t.language_model) for t in teachers)]:
+    models = [(model, student), *((t.name, t.language_model) for t in teachers)]
+    if max_length is None:
+        data = data.model_copy(update={"max_length": min([1024, *(m.positions for _, m in models if m.positions)])})
+    for who, language_model in models:
         check_fit(data, "--data", who, language_model)
     console = Console(stderr=as_json, soft_wrap=True)
-    with Progress(console=console, transient=True) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("evaluating", total=None)
         batches = evaluation_batches(data, student, batch_size, examples)
         result = evaluate(student, teachers[0] if teachers else None, batches, device, lambda n: bar.advance(task, n))

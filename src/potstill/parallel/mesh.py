@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from potstill.types import PotstillError
+
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
@@ -26,7 +28,13 @@ def count_over_ranks(count: int) -> int:
 def pick_device(name: str) -> torch.device:
     """`auto`: cuda, mps or cpu, whichever there is."""
     if name != "auto":
-        return torch.device(name)
+        try:
+            return torch.empty(0, device=name).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise PotstillError(
+                f"train.device: {name!r} cannot be used here ({reason}); auto takes what there is"
+            ) from None
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

@@ -177,7 +177,8 @@ class Display(Callback):
         if self._bar is not None:
             self._bar.stop()
         data = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in run.counts.items() if count)
-        self._console.print(f"data so far: {data or 'none read'}", highlight=False)
+        if data:
+            self._console.print(f"data so far: {data}", highlight=False)
 
 
 def evaluation_line(evaluation: Mapping[str, Any]) -> str:

@@ -95,7 +95,10 @@ def assemble(recipe: Recipe) -> Parts:
     device = pick_device(recipe.train.device)
     student = load_student(recipe.student, device, recipe.train.seed)
     teachers = open_teachers(recipe.teachers, student, device)
-    for who, language_model in [("student", student), *((t.name, t.language_model) for t in teachers)]:
+    for who, language_model in [
+        ("the student", student),
+        *((f"the teacher {t.name}", t.language_model) for t in teachers),
+    ]:
         check_fit(recipe.data, "data", who, language_model)
         if recipe.eval is not None:
             check_fit(recipe.eval.data, "eval.data", who, language_model)
