@@ -35,6 +35,7 @@ ORDER = [
     {"report"},
     {"potstill", "quickstart"},  # potstill: the package's own __init__
     {"cli"},
+    {"__main__"},  # `python -m potstill`, the only one that may import cli
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 
