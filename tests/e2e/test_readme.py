@@ -89,6 +89,13 @@ def test_recipes_run(name: str, beside_the_recipes: Path) -> None:
     assert load_recipe(run.folder / "recipe.yaml") == recipe
 
 
+@pytest.mark.e2e
+def test_the_recipe_in_the_readme_runs(beside_the_recipes: Path) -> None:
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    Path("mine.yaml").write_text(text, encoding="utf-8")
+    assert train(load_recipe("mine.yaml", ["train.steps=2", "train.batch_size=2"])).model.is_dir()
+
+
 def test_other_documents_hold_no_commands() -> None:
     """So that none is written there that no test runs."""
     tested = {"getting-started.md", "losses.md"}
