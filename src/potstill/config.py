@@ -240,7 +240,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _length(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
+            raise ValueError("give exactly one of steps and epochs (to replace one by the other, set it to null)")
         if self.batch_size % self.micro:
             raise ValueError(f"micro_batch_size {self.micro} does not divide batch_size {self.batch_size}")
         return self

@@ -43,14 +43,27 @@ def new_folder(path: Path) -> Iterator[Path]:
         beside.rename(path)
         _sync(path.parent)
     except BaseException as error:
+        refusal = error if isinstance(error, OSError) else _refusal(beside)
         shutil.rmtree(beside, ignore_errors=True)
-        if isinstance(error, OSError) or "No space left" in str(error):
-            raise could_not_write(path, error) from error
+        if refusal is not None:
+            raise could_not_write(path, refusal) from error
         raise
 
 
-def could_not_write(path: Path, error: BaseException) -> PotstillError:
-    return PotstillError(f"could not write {path}: {_reason(error)}; what was there before is untouched")
+def could_not_write(path: Path, error: OSError) -> PotstillError:
+    return PotstillError(f"could not write {path}: {error.strerror or error}; what was there before is untouched")
+
+
+def _refusal(folder: Path) -> OSError | None:
+    """What the disk says to one more small file. Libraries that write for us make something else of a full disk."""
+    try:
+        with open(folder / "refused", "wb") as file:
+            file.write(bytes(1 << 16))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
 
 
 def damage(folder: Path) -> str | None:
@@ -101,15 +114,3 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _reason(error: BaseException) -> str:
-    """The system's own words, dug out of what other libraries wrap around them."""
-    text = str(error)
-    return (
-        "No space left on device"
-        if "No space left" in text
-        else text.strip().splitlines()[-1]
-        if text.strip()
-        else repr(error)
-    )

@@ -183,7 +183,9 @@ def _cannot_load(name: str, where: str, what: str, error: Exception) -> Potstill
         return PotstillError(f"{where}: cannot load the {what} in {name} ({_reason(error)})")
     if name.startswith((".", "/", "~")):
         return PotstillError(f"{where}: cannot load {name}: there is no such folder")
-    return PotstillError(f"{where}: cannot load {name}: no such folder here, and the hub gave no {what} ({_reason(error)})")
+    return PotstillError(
+        f"{where}: cannot load {name}: no such folder here, and the hub gave no {what} ({_reason(error)})"
+    )
 
 
 def _fresh(
@@ -264,7 +266,7 @@ def _probed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, who: str
                 f"{who} ({model.config.model_type}) does something between its last hidden state and its logits that potstill "
                 "does not know; its loss would be wrong"
             )
-        if _takes_block_masks(model, keys, single, packed, own):
+        if _takes_block_masks(model, keys, single, packed):
             language_model.masks = "blocks"
     model.train(training)
     return language_model
@@ -293,19 +295,22 @@ def _probe_batches(keys: Mapping[str, Any], device: torch.device) -> tuple[Batch
     return single, packed
 
 
-def _takes_block_masks(
-    model: PreTrainedModel, keys: Mapping[str, Any], single: Batch, packed: Batch, own: Tensor
-) -> bool:
+def _takes_block_masks(model: PreTrainedModel, keys: Mapping[str, Any], single: Batch, packed: Batch) -> bool:
     kinds = set(keys.get("layer_types") or ["full_attention"])
-    if model.config._attn_implementation not in ("sdpa", "eager") or not kinds <= {
-        "full_attention",
-        "sliding_attention",
-    }:
+    known = {"full_attention", "sliding_attention"}
+    if model.config._attn_implementation not in ("sdpa", "eager") or not kinds <= known:
         return False
+    window = keys.get("sliding_window")
+    if window is not None:  # one that these short documents feel
+        model.config.sliding_window = 5
     try:
+        own = hidden_states(model, single, "own")
         alone, together = hidden_states(model, single, "blocks"), hidden_states(model, packed, "blocks")
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError):
         return False  # a model whose forward takes no such mask; it is then used with one document a row
+    finally:
+        if window is not None:
+            model.config.sliding_window = window
     return _close(alone, own) and _close(together.view_as(own), own)
 
 

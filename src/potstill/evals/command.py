@@ -16,6 +16,7 @@ from potstill.models import check_fit, load_student
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import checked
 from potstill.teachers.live import open_teachers
+from potstill.types import PotstillError
 
 
 def evaluate_model(
@@ -47,7 +48,7 @@ def evaluate_model(
     console = Console(stderr=as_json, soft_wrap=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("evaluating", total=None)
-        batches = evaluation_batches(data, student, batch_size, examples)
+        batches = evaluation_batches(data, student, batch_size, examples, "--data")
         result = evaluate(student, teachers[0] if teachers else None, batches, device, lambda n: bar.advance(task, n))
     result["samples"] = complete(student, prompts, max_new_tokens)
     print(json.dumps(result, ensure_ascii=False)) if as_json else show(console, result)
@@ -56,8 +57,10 @@ def evaluate_model(
 
 def source_of(data: Sequence[str], **columns: Any) -> dict[str, Any]:
     """--data as a source: files where they look like files, else a data set."""
-    is_files = all(Path(d).suffix or d.startswith("shipped:") or "*" in d for d in data)
-    where = {"files": list(data)} if is_files else {"dataset": data[0]}
+    sets = [d for d in data if not (Path(d).suffix or d.startswith("shipped:") or "*" in d)]
+    if sets and len(data) > 1:
+        raise PotstillError(f"--data: {sets[0]} is a data set and can only be given alone; files have a suffix or a *")
+    where = {"dataset": sets[0]} if sets else {"files": list(data)}
     return {**where, **{key: value for key, value in columns.items() if value is not None}}
 
 

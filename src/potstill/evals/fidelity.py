@@ -71,7 +71,9 @@ def _expected_calibration_error(bins: Tensor) -> float:
     return float((bins[:, 1] - bins[:, 2]).abs().sum() / bins[:, 0].sum())
 
 
-def evaluation_batches(data: DataConfig, student: LanguageModel, batch_size: int, limit: int | None) -> Iterator[Batch]:
+def evaluation_batches(
+    data: DataConfig, student: LanguageModel, batch_size: int, limit: int | None, key: str = "eval.data"
+) -> Iterator[Batch]:
     """Held-out text in order, once, without the eos that would add tokens which stand for no bytes."""
     data = data.model_copy(update={"shuffle": False, "append_eos": False})
     windows = Windows(
@@ -82,7 +84,7 @@ def evaluation_batches(data: DataConfig, student: LanguageModel, batch_size: int
         seed=0,
         epochs=1,
         limit=limit,
-        key="eval.data",
+        key=key,
     )
     return (batch for window in windows for batch in window.batches)
 

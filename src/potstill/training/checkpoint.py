@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 

@@ -1,0 +1,5 @@
+"""`python -m potstill`."""
+
+from potstill.cli import main
+
+main()
