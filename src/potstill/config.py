@@ -4,6 +4,7 @@ no mode flags that could contradict the rest. `docs/recipe.md` and `potstill sch
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,6 +15,12 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _paths_are_text(cls, keys: Any) -> Any:
+        """A recipe written in Python may hold paths."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in keys.items()} if isinstance(keys, dict) else keys
 
 
 class Schedule(Section):

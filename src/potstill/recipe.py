@@ -54,8 +54,6 @@ def _escaped(value: Any) -> Any:
         return {key: _escaped(sub) for key, sub in value.items()}
     if isinstance(value, list):
         return [_escaped(sub) for sub in value]
-    if isinstance(value, Path):  # a recipe written in Python
-        value = str(value)
     return value.replace("${", "\\${") if isinstance(value, str) else value
 
 

@@ -293,3 +293,12 @@ def test_schedules(keys: dict[str, Any], values: list[float]) -> None:
     assert [schedule.at(p) for p in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx(values)
     assert schedule.at(-1) == 4 and schedule.at(2) == pytest.approx(values[-1])
     assert value_at(schedule, 0.5) == pytest.approx(values[2]) and value_at(1.5, 0.3) == 1.5
+
+
+def test_paths_are_text_in_a_recipe_written_in_python(tmp_path):
+    source = {"files": tmp_path / "a.txt"}
+    recipe = load_recipe(
+        {"run": tmp_path, "student": {"model": tmp_path}, "data": {"sources": [source]}, "train": {"steps": 1}}
+    )
+    assert (recipe.run, recipe.student.model) == (str(tmp_path), str(tmp_path))
+    assert recipe.data.sources[0].files == str(tmp_path / "a.txt")
