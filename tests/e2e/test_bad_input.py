@@ -18,6 +18,8 @@ from tiny_runs import TinyRuns, lines, metrics, steps_on_disk
 
 from potstill.files import damage
 
+pytestmark = pytest.mark.e2e
+
 Command = Callable[..., Any]
 
 

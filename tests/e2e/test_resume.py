@@ -19,6 +19,8 @@ from potstill.training import checkpoint
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
 
+pytestmark = pytest.mark.e2e
+
 VARIANTS: dict[str, list[str]] = {
     "packed, adamw": [],
     "padded, muon": ["data.packing=false", "train.optimizer.name=muon"],

@@ -1,0 +1,145 @@
+"""The other commands, from their arguments to what they print."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import write_jsonl
+from tiny_runs import TinyRuns, lines, steps_on_disk
+
+import potstill as package
+from potstill.cli import app
+from potstill.config import Recipe
+
+pytestmark = pytest.mark.e2e
+
+Command = Callable[..., Any]
+
+COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(command: Command, name: str) -> None:
+    said = command(name, "--help")
+    assert said.code == 0 and said.err == ""
+    assert f"potstill {name}" in said.out
+    assert name in command("--help").out
+
+
+def test_no_command_shows_the_help(command: Command) -> None:
+    said = command()
+    assert said.code == 2 and "quickstart" in said.out + said.err
+
+
+def test_an_unknown_command_is_refused(command: Command) -> None:
+    said = command("trian")
+    assert said.code == 2 and "No such command 'trian'" in said.err
+
+
+def test_schema_is_the_recipe(command: Command, runs: TinyRuns) -> None:
+    said = command("schema")
+    schema = json.loads(said.out)
+    assert said.code == 0
+    assert set(schema["properties"]) == {field.alias or name for name, field in Recipe.model_fields.items()}
+    assert schema["additionalProperties"] is False and schema["required"] == ["student", "data", "train"]
+    student = schema["$defs"]["StudentConfig"]["properties"]
+    assert "from" in student and "from_" not in student
+
+
+def test_eval_measures_a_model_against_itself(command: Command, runs: TinyRuns) -> None:
+    """Against itself the KL is 0 and the agreement 1; bits per byte is perplexity in another unit."""
+    text = write_jsonl(runs.folder / "few.jsonl", [{"body": "The people of the union."}, {"body": "Peace in 1812."}])
+    arguments = ["eval", runs.teacher, "--data", text, "--text", "body", "--teacher", runs.teacher]
+    said = command(*arguments, "--json", "--prompt", "The people", "--max-new-tokens", 3)
+    assert said.code == 0
+    result = json.loads(said.out)
+    assert result["kl"] == pytest.approx(0, abs=1e-6) and result["agreement"] == 1
+    assert result["bits_per_byte"] == pytest.approx(
+        math.log2(result["perplexity"]) * result["tokens"] / result["bytes"], rel=1e-6
+    )
+    assert result["bytes"] == len("The people of the union.") + len("Peace in 1812.")
+    assert [sample["prompt"] for sample in result["samples"]] == ["The people"]
+
+    plain = command(*arguments, "--no-packing", "--max-length", 64)
+    assert plain.code == 0
+    assert re.search(r"^bits per byte +[0-9.]+$", plain.out, re.MULTILINE)
+    shown = float(re.search(r"bits per byte +([0-9.]+)", plain.out)[1])
+    assert shown == pytest.approx(result["bits_per_byte"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--max-length", "500"], "has 128 positions"),
+        (["--text", "none"], "has no column none (there: text)"),
+        (["--data", "none.jsonl"], "there is no file none.jsonl"),
+        (["--teacher", "./none"], "cannot load ./none: there is no such folder"),
+        (["--device", "abacus"], "'abacus' cannot be used here"),
+    ],
+)
+def test_eval_refuses_what_it_cannot_do(command: Command, runs: TinyRuns, arguments: list[str], sentence: str) -> None:
+    said = command("eval", runs.teacher, "--data", runs.text, *arguments)
+    assert said.code == 1 and sentence in said.err and len(said.err.splitlines()) == 1
+
+
+def test_report_of_two_runs(command: Command, runs: TinyRuns) -> None:
+    for name in ("one", "two"):
+        package.train(runs.recipe(name, "train.steps=2", eval=runs.evaluation(prompts=["The union"])))
+    page = runs.folder / "pages" / "page.html"
+    said = command("report", runs.folder / "one", runs.folder / "two", "--out", page)
+    assert said.code == 0 and said.out == f"report: {page}\n"
+    html = page.read_text()
+    score = lines(runs.folder / "one" / "evals.jsonl")[-1]["bits_per_byte"]
+    assert html.startswith("<!DOCTYPE html>") and f"{score:.3f}" in html and "The union" in html
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", html)
+    missing = command("report", runs.folder / "three")
+    assert missing.code == 1 and missing.err.startswith("error: there is no run folder ")
+
+
+def test_quickstart_shows_what_it_promises(command: Command, runs: TinyRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tiny teacher and few steps: the table, both runs, the report, and a line of Python that is true."""
+    import transformers
+
+    from potstill import quickstart as module
+    from potstill.recipe import load_recipe as load
+
+    small = [f"teachers.0.model={runs.teacher}", "data.max_length=64", "eval.data.max_length=64", "eval.examples=8"]
+    small += ["data.sources.0.share=0.002", "student.config.hidden_size=16", "eval.max_new_tokens=4", "eval.every=2"]
+
+    def load_small(recipe: Any, overrides: Any = ()) -> Recipe:
+        return load(recipe, [*(small if isinstance(recipe, str) else []), *overrides])
+
+    monkeypatch.setattr(module, "load_recipe", load_small)
+    said = command("quickstart", "--out", runs.folder / "quick", "--steps", 3)
+    assert said.code == 0, said.err
+    assert steps_on_disk(runs.folder / "quick" / "text-only")[-1] == 3
+    rows = {row.split("│")[1].strip(): row.split("│")[2:-1] for row in said.out.splitlines() if row.startswith("│")}
+    assert list(rows) == ["before", "text only", "distilled", "teacher"]
+    evaluation = lines(runs.folder / "quick" / "distilled" / "evals.jsonl")[-1]
+    shown = [cell.strip() for cell in rows["distilled"]]
+    assert shown[:3] == [
+        f"{evaluation['bits_per_byte']:.3f}",
+        f"{evaluation['kl']:.3f}",
+        f"{evaluation['agreement']:.1%}",
+    ]
+    text_only, distilled = (
+        lines(runs.folder / "quick" / name / "metrics.jsonl")[-1] for name in ("text-only", "distilled")
+    )
+    assert (text_only["kd_weight"], text_only["ce_weight"], distilled["kd_weight"], distilled["ce_weight"]) == (
+        0,
+        1,
+        1,
+        0,
+    )
+    assert (runs.folder / "quick" / "report.html").stat().st_size > 10_000
+    (line,) = re.findall(r"^load it: (.*)$", said.out, re.MULTILINE)
+    model = eval(line, {"transformers": transformers})
+    assert model.config.hidden_size == 16
+    assert f"student: {Path(model.config._name_or_path)}" in said.out
+    assert len(re.findall(rf"^(?:{'|'.join(rows)}): {module.PROMPT}", said.out, re.MULTILINE)) == 4
