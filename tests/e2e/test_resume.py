@@ -67,6 +67,19 @@ def test_mixture_goes_on_in_its_place(runs: TinyRuns, tmp_path: Path) -> None:
     assert_same_run(runs.folder / "broken", runs.folder / "whole")
 
 
+def test_data_that_became_less_is_an_error(runs: TinyRuns) -> None:
+    text = runs.folder / "text.jsonl"
+    text.write_text(runs.text.read_text())
+    recipe = runs.recipe("run", "train.steps=null", "train.epochs=2", f"data.sources.0.files={text}")
+    with pytest.raises(Interrupted):
+        potstill.train(recipe, [InterruptAt(5)])
+    text.write_text("".join(text.read_text().splitlines(keepends=True)[:30]))
+    with pytest.raises(
+        PotstillError, match=r"data: it ended after step \d+ of \d+: there is less of it than when the run"
+    ):
+        potstill.train(recipe)
+
+
 def test_evaluations_are_not_told_twice_and_the_best_is_kept(runs: TinyRuns) -> None:
     evaluation = runs.evaluation(every=3, prompts=["The union"])
     whole = potstill.train(runs.recipe("whole", "checkpoint.every=4", eval=evaluation))

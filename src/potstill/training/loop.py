@@ -46,7 +46,12 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
             stack.callback(watcher.ended, run)
         while run.step < run.total_steps and not run.stopped_by:
             with clock.of("data"):
-                window = next(windows)
+                window = next(windows, None)
+            if window is None:
+                raise PotstillError(
+                    f"data: it ended after step {run.step} of {run.total_steps}: there is less of it than when the run began; "
+                    "put back what was there, or begin anew with run="
+                )
             metrics = optimizer_step(recipe, parts, window, run, clock)
             run.step, run.counts = run.step + 1, window.counts
             progress = replace(
