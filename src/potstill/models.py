@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
-from potstill.losses.fused import head_logits
+from potstill.losses.rows import head_logits
 from potstill.shipped import locate
 from potstill.types import Batch, DenseTarget, PotstillError, Rows
 

@@ -81,6 +81,13 @@ class DenseTarget:
     def to(self, device: torch.device) -> DenseTarget:
         return _moved(self, device)
 
+    @property
+    def width(self) -> int:
+        """How many ids it is over."""
+        source = self.logits if self.logits is not None else self.weight
+        assert source is not None
+        return source.shape[-1] if self.logits is not None else source.shape[0]
+
     def select(self, rows: Tensor) -> DenseTarget:
         """The same head at fewer rows, outside autograd."""
         hidden = None if self.hidden is None else self.hidden.detach()[rows]

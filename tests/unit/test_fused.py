@@ -174,7 +174,7 @@ def test_memory_does_not_grow_with_rows_times_vocabulary():
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"beta": 1.5}, "beta must be between 0 and 1"),
         ({"ce_weight": 1.0}, "ce_weight needs labels"),
-        ({"labels": torch.zeros(4, dtype=torch.int64)}, r"labels \[4\] must be \[3\]"),
+        ({"labels": torch.zeros(4, dtype=torch.int64)}, r"labels \[4\] of torch.int64 must be \[3\]"),
         ({"weight": torch.zeros(9, 5)}, "must be"),
         ({"target": DenseTarget(logits=torch.zeros(2, 9))}, "2 rows and the student 3"),
         ({"target": DenseTarget(logits=torch.zeros(3, 10))}, "10 ids and the student's head 9"),

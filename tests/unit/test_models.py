@@ -5,7 +5,7 @@ import torch
 from tiny import CPU, LLAMA, TOKENIZER, tiny
 
 from potstill.config import StudentConfig, TeacherConfig
-from potstill.losses.fused import target_logits
+from potstill.losses.rows import target_logits
 from potstill.models import keep_layers, load_student, load_teacher, load_tokenizer, shared_ids
 from potstill.types import PotstillError
 

@@ -1,13 +1,16 @@
-"""Divergences as closed forms. Each takes log-probabilities of teacher (P) and student (Q) over the same buckets, [n, B],
-and gives the per-row value [n] and its gradient with respect to the student's bucket logits [n, B].
+"""Divergences as closed forms over a block of rows, in place.
 
-The gradient of any f(q) through a softmax is q·(r − Σ q·r) with r = ∂f/∂q, which the closed forms below spell out.
-Golden values: tests/unit/test_divergences.py.
+Each takes a Block: log-probabilities and probabilities of teacher (P) and student (Q) over the same buckets, [n, B]. It gives
+the per-row value [n] and leaves in `logq` the gradient with respect to the student's bucket logits, up to a constant factor
+that it gives back too. All of the block's buffers may be overwritten; nothing of their size is allocated.
+
+The gradient of any f(q) through a softmax is q·(r − Σ q·r) with r = ∂f/∂q. Row sums go through `block.total`, which also
+sums over the ranks that share the vocabulary: several sums of one call travel together.
+Golden values: tests/unit/test_divergences.py. How to add one: docs/losses.md.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +20,7 @@ from torch import Tensor
 # exp(LOG_FLOOR) is 0 in float32 and float64. Log-probabilities are floored here, so that a bucket empty on one side costs
 # a large but finite amount, and one empty on both sides costs 0.
 LOG_FLOOR = -1e4
+TINY = 1e-38  # a mixture of two empty buckets is empty; its logarithm must be finite all the same
 
 
 @dataclass(frozen=True)
@@ -25,59 +29,69 @@ class Knobs:
     alpha: float = 0.1  # skew_kl, skew_reverse_kl
 
 
-Divergence = Callable[[Tensor, Tensor, Knobs], tuple[Tensor, Tensor]]
+@dataclass(frozen=True)
+class Block:
+    logp: Tensor  # [n, B]
+    logq: Tensor
+    p: Tensor
+    q: Tensor
+    spare: Tensor  # scratch of the same shape
+    total: Callable[..., tuple[Tensor, ...]]  # row sums [n] of one or more [n, B]
 
 
-def _through_softmax(q: Tensor, r: Tensor) -> Tensor:
-    return q * (r - (q * r).sum(-1, keepdim=True))
+Divergence = Callable[[Block, Knobs], tuple[Tensor, float]]
 
 
-def _mixture(log_a: Tensor, weight_a: float, log_b: Tensor) -> Tensor:
-    """log(w·a + (1−w)·b)"""
-    return torch.logaddexp(log_a + math.log(weight_a), log_b + math.log1p(-weight_a))
+def forward_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+    torch.sub(b.logp, b.logq, out=b.spare).mul_(b.p)
+    torch.sub(b.q, b.p, out=b.logq)
+    return b.total(b.spare)[0], 1.0
 
 
-def forward_kl(logp: Tensor, logq: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
-    p = logp.exp()
-    return (p * (logp - logq)).sum(-1), logq.exp() - p
+def reverse_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+    r = b.logq.sub_(b.logp)
+    (value,) = b.total(torch.mul(b.q, r, out=b.spare))
+    r.sub_(value[:, None]).mul_(b.q)
+    return value, 1.0
 
 
-def reverse_kl(logp: Tensor, logq: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
-    q, r = logq.exp(), logq - logp
-    value = (q * r).sum(-1)
-    return value, q * (r - value[:, None])
+def jsd(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+    beta = knobs.beta
+    if beta in (0.0, 1.0):
+        return forward_kl(b, knobs) if beta == 0.0 else reverse_kl(b, knobs)
+    logm = torch.lerp(b.q, b.p, beta, out=b.spare).clamp_(min=TINY).log_()
+    left = b.logp.sub_(logm).mul_(b.p)
+    r = b.logq.sub_(logm)
+    left, right = b.total(left, torch.mul(b.q, r, out=b.spare))
+    r.sub_(right[:, None]).mul_(b.q)
+    return beta * left + (1 - beta) * right, 1 - beta
 
 
-def jsd(logp: Tensor, logq: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
-    if knobs.beta == 0.0:
-        return forward_kl(logp, logq, knobs)
-    if knobs.beta == 1.0:
-        return reverse_kl(logp, logq, knobs)
-    p, q = logp.exp(), logq.exp()
-    logm = _mixture(logp, knobs.beta, logq)
-    r = (1 - knobs.beta) * (logq - logm)
-    value = knobs.beta * (p * (logp - logm)).sum(-1) + (q * r).sum(-1)
-    return value, _through_softmax(q, r)
+def skew_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+    m = torch.lerp(b.q, b.p, knobs.alpha, out=b.spare).clamp_(min=TINY)
+    r = torch.div(b.p, m, out=b.logq)  # ∂f/∂q is −(1 − α) times this
+    value, mean = b.total(b.logp.sub_(m.log_()).mul_(b.p), torch.mul(b.q, r, out=b.p))
+    r.sub_(mean[:, None]).mul_(b.q)
+    return value, knobs.alpha - 1
 
 
-def skew_kl(logp: Tensor, logq: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
-    p, q = logp.exp(), logq.exp()
-    logm = _mixture(logp, knobs.alpha, logq)
-    r = -(1 - knobs.alpha) * (logp - logm).exp()
-    return (p * (logp - logm)).sum(-1), _through_softmax(q, r)
+def skew_reverse_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+    m = torch.lerp(b.p, b.q, knobs.alpha, out=b.spare).clamp_(min=TINY)
+    share = torch.div(b.q, m, out=b.p)
+    r = b.logq.sub_(m.log_())
+    torch.mul(b.q, r, out=b.logp)
+    r.sub_(share, alpha=knobs.alpha)
+    value, mean = b.total(b.logp, torch.mul(b.q, r, out=b.spare))
+    r.sub_(mean[:, None]).mul_(b.q)
+    return value, 1.0
 
 
-def skew_reverse_kl(logp: Tensor, logq: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
-    q = logq.exp()
-    logm = _mixture(logq, knobs.alpha, logp)
-    r = logq - logm
-    return (q * r).sum(-1), _through_softmax(q, r - knobs.alpha * r.exp())
-
-
-def tvd(logp: Tensor, logq: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
-    q = logq.exp()
-    difference = q - logp.exp()
-    return 0.5 * difference.abs().sum(-1), _through_softmax(q, 0.5 * difference.sign())
+def tvd(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+    difference = torch.sub(b.q, b.p, out=b.p)
+    r = torch.sign(difference, out=b.logq)
+    value, mean = b.total(difference.abs_(), torch.mul(b.q, r, out=b.spare))
+    r.sub_(mean[:, None]).mul_(b.q)
+    return 0.5 * value, 0.5
 
 
 DIVERGENCES: dict[str, Divergence] = {

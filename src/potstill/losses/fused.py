@@ -1,22 +1,28 @@
 """The output head, the divergence, the cross-entropy and all their gradients, chunk of rows by chunk of rows, so that
 logits of [rows, vocabulary] never exist for the whole batch.
 
-N rows, H hidden width, V vocabulary, n rows of a chunk, K entries of a truncated target.
+Products are made for a chunk of rows at a time, as large as the memory budget allows. What follows them runs on blocks of a
+few rows that stay in the processor's cache (losses/rows.py), in place, in buffers made once per call.
+N rows, H hidden width, V vocabulary (this rank's part of it, with a group), n rows of a chunk, b rows of a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from potstill.losses.divergences import DIVERGENCES, LOG_FLOOR, Knobs, temperature_scale
-from potstill.types import DenseTarget, SampledTarget, Target, TopKTarget
+from potstill.losses.checks import check_call
+from potstill.losses.divergences import Knobs
+from potstill.losses.rows import Call, Scratch, head_logits, loss_of_rows, target_logits
+from potstill.losses.vocab_parallel import Columns
+from potstill.types import DenseTarget, Target
 
 CHUNK_BYTES = 64 * 2**20  # of one [n, V] buffer
+BLOCK_BYTES = 2 * 2**20  # of one [b, V] buffer
 
 
 class FusedLoss(NamedTuple):
@@ -41,6 +47,8 @@ def fused_linear_kd(
     bias: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    entropy_gate: float | None = None,
+    group: dist.ProcessGroup | None = None,
     chunk_rows: int | None = None,
 ) -> FusedLoss:
     """Distillation and cross-entropy loss of `hidden` [N, H] through the output head `weight` [V, H].
@@ -48,12 +56,22 @@ def fused_linear_kd(
     `target` may be a sequence of (weight, target) pairs, for several teachers over one head product; `kd` is then their
     weighted sum. A dense target narrower than V leaves the student's further ids (padding of the vocabulary) out of the
     divergence's softmax; the cross-entropy is always over all of V.
+
+    `entropy_gate`: where the teacher's entropy, as a share of the largest possible one, is g, the row's divergence is
+    (1 − g^gate) of the chosen one and g^gate of forward KL: the less sure the teacher, the more of its spread is learnt.
+
+    `group`: `weight` (and bias, and a dense target's own) is this rank's slice of the vocabulary, in the order of the ranks;
+    slices may be uneven. `hidden` is the same on every rank, and its gradient is summed over the group. Ids are global.
     """
-    targets = _as_pairs(target)
-    _check(hidden, weight, targets, labels, divergence, temperature, beta, ce_weight)
-    call = _Call(
+    targets = ((1.0, target),) if isinstance(target, Target) else tuple(target or ())
+    columns = Columns.of(weight.shape[0], group, hidden.device)
+    check_call(hidden, weight, targets, labels, row_weight, divergence, temperature, beta, alpha, ce_weight, group)
+    if row_weight is None:
+        row_weight = hidden.new_ones(hidden.shape[0], dtype=torch.float32)
+    call = Call(
         targets=targets,
         labels=labels,
+        row_weight=row_weight,
         divergence=divergence,
         knobs=Knobs(beta=beta, alpha=alpha),
         temperature=temperature,
@@ -61,30 +79,11 @@ def fused_linear_kd(
         ce_weight=ce_weight,
         softcap=softcap,
         logit_scale=logit_scale,
-        chunk_rows=chunk_rows or max(16, CHUNK_BYTES // (4 * weight.shape[0])),
+        entropy_gate=entropy_gate,
+        columns=columns,
         differentiate=torch.is_grad_enabled(),
     )
-    if row_weight is None:
-        row_weight = hidden.new_ones(hidden.shape[0], dtype=torch.float32)
-    loss, kd, ce = _FusedLinearKD.apply(hidden, weight, bias, row_weight, call)
-    return FusedLoss(loss, kd, ce)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Everything of a call that is not differentiated."""
-
-    targets: Sequence[tuple[float, Target]]
-    labels: Tensor | None
-    divergence: str
-    knobs: Knobs
-    temperature: float
-    kd_weight: float
-    ce_weight: float
-    softcap: float | None
-    logit_scale: float
-    chunk_rows: int
-    differentiate: bool
+    return FusedLoss(*_FusedLinearKD.apply(hidden, weight, bias, call, chunk_rows))
 
 
 class _FusedLinearKD(torch.autograd.Function):
@@ -92,189 +91,83 @@ class _FusedLinearKD(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, row_weight: Tensor, call: _Call
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, chunk_rows: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(hidden.device.type, enabled=False):
-            return _forward(ctx, hidden, weight, bias, row_weight, call)
+            wants = [call.differentiate and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+            gradients, kd, ce = _chunks(hidden, weight, bias, call, chunk_rows, wants)
+        ctx.gradients = gradients
+        ctx.mark_non_differentiable(kd, ce)
+        loss = (call.row_weight * (call.kd_weight * kd + call.ce_weight * ce)).sum()
+        return loss, kd, ce
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        scaled = (None if g is None else g * grad_loss for g in ctx.gradients)
-        return (*scaled, None, None)
+        return (*(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.gradients), None, None)
 
 
-def _forward(
-    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, row_weight: Tensor, call: _Call
-) -> tuple[Tensor, Tensor, Tensor]:
+def _chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, chunk_rows: int | None, wants: Sequence[bool]
+) -> tuple[tuple[Tensor | None, ...], Tensor, Tensor]:
+    """Gradients of hidden, weight and bias (None where not wanted), and the per-row values."""
     compute = torch.promote_types(hidden.dtype, torch.float32)
-    wants = [call.differentiate and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+    rows, vocabulary = hidden.shape[0], weight.shape[0]
+    n = min(rows, chunk_rows or max(16, CHUNK_BYTES // (compute.itemsize * vocabulary)))
+    b = max(1, min(n, BLOCK_BYTES // (compute.itemsize * vocabulary)))
+    if call.columns.group is not None or hidden.device.type != "cpu":
+        b = n  # collectives and kernel launches are few when blocks are large
     grad_hidden = torch.empty_like(hidden) if wants[0] else None
     grad_weight = torch.zeros_like(weight, dtype=compute) if wants[1] else None
-    grad_bias = torch.zeros_like(weight[:, 0], dtype=compute) if wants[2] else None
-    weight_h = weight.to(hidden.dtype)
-    kd = torch.zeros(hidden.shape[0], dtype=compute, device=hidden.device)
+    grad_bias = torch.zeros(vocabulary, dtype=compute, device=hidden.device) if wants[2] else None
+    kd = torch.zeros(rows, dtype=compute, device=hidden.device)
     ce = torch.zeros_like(kd)
+    weight_h = weight.to(hidden.dtype)
+    student = torch.empty(n, vocabulary, dtype=compute, device=hidden.device)
+    teachers = [_buffer_for(target, n, compute) for _, target in call.targets]
+    scratch = Scratch(b, vocabulary, compute, hidden.device)
 
-    for start in range(0, hidden.shape[0], call.chunk_rows):
-        rows = slice(start, min(start + call.chunk_rows, hidden.shape[0]))
-        logits = head_logits(hidden[rows], weight_h, bias, call.softcap, call.logit_scale)
-        grad = torch.zeros_like(logits)
-        for share, target in call.targets:
-            value, grad_kd, width = _kd_rows(logits, target, rows, call)
-            kd[rows] += share * value
-            grad[:, :width].add_(grad_kd, alpha=share * call.kd_weight)
-        if call.labels is not None:
-            label = call.labels[rows, None]
-            logq = torch.log_softmax(logits, -1)
-            ce[rows] = -logq.gather(-1, label).squeeze(-1)
-            if call.ce_weight:
-                grad.add_(logq.exp_(), alpha=call.ce_weight)
-                grad.scatter_add_(-1, label, torch.full_like(label, -call.ce_weight, dtype=compute))
+    for start in range(0, rows, max(1, n)):
+        chunk = slice(start, min(start + n, rows))
+        count = chunk.stop - chunk.start
+        logits = head_logits(hidden[chunk], weight_h, bias, None, call.logit_scale, out=student[:count])
+        dense = [
+            target_logits(target, chunk, out=buffer[:count])
+            if isinstance(target, DenseTarget) and buffer is not None
+            else None
+            for (_, target), buffer in zip(call.targets, teachers, strict=True)
+        ]
+        for first in range(0, count, b):
+            block = slice(first, min(first + b, count))
+            at = slice(start + block.start, start + block.stop)
+            kd[at], ce[at] = loss_of_rows(
+                logits[block], [None if t is None else t[block] for t in dense], at, call, scratch, any(wants)
+            )
         if not any(wants):
             continue
-        grad.mul_(row_weight[rows, None])
-        if call.softcap is not None:
-            grad.mul_(1 - (logits / call.softcap) ** 2)
-        if call.logit_scale != 1.0:
-            grad.mul_(call.logit_scale)
-        grad_h = grad.to(hidden.dtype)
+        grad = logits.to(hidden.dtype)
         if grad_hidden is not None:
-            torch.mm(grad_h, weight_h, out=grad_hidden[rows])
+            torch.mm(grad, weight_h, out=grad_hidden[chunk])
         if grad_weight is not None and hidden.dtype == compute:
-            grad_weight.addmm_(grad_h.t(), hidden[rows])
+            grad_weight.addmm_(grad.t(), hidden[chunk])
         elif grad_weight is not None:
-            grad_weight += grad_h.t() @ hidden[rows]
+            grad_weight += grad.t() @ hidden[chunk]
         if grad_bias is not None:
-            grad_bias += grad.sum(0)
-
-    ctx.gradients = (
+            grad_bias += logits.sum(0)
+    if grad_hidden is not None and call.columns.group is not None:
+        dist.all_reduce(grad_hidden, group=call.columns.group)
+    gradients = (
         grad_hidden,
         None if grad_weight is None else grad_weight.to(weight.dtype),
         None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
     )
-    ctx.mark_non_differentiable(kd, ce)
-    loss = (row_weight * (call.kd_weight * kd + call.ce_weight * ce)).sum()
-    return loss, kd, ce
+    return gradients, kd, ce
 
 
-def head_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0
-) -> Tensor:
-    """softcap(scale · (hidden · weightᵀ + bias)), in float32 at least."""
-    logits = (hidden @ weight.t()).to(torch.promote_types(hidden.dtype, torch.float32))
-    if bias is not None:
-        logits += bias
-    if logit_scale != 1.0:
-        logits *= logit_scale
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
-    return logits
-
-
-def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / T), floored: see divergences.LOG_FLOOR."""
-    return torch.log_softmax(logits / temperature, -1).clamp_(min=LOG_FLOOR)
-
-
-def target_logits(target: DenseTarget, rows: slice) -> Tensor:
-    """A dense teacher's logits at some rows."""
-    if target.logits is not None:
-        return target.logits[rows].to(torch.promote_types(target.logits.dtype, torch.float32))
-    assert target.hidden is not None and target.weight is not None
-    weight = target.weight.to(target.hidden.dtype)
-    return head_logits(target.hidden[rows], weight, target.bias, target.softcap, target.logit_scale)
-
-
-def _kd_rows(logits: Tensor, target: Target, rows: slice, call: _Call) -> tuple[Tensor, Tensor, int]:
-    """Scaled divergence of some rows, its gradient with respect to the first `width` logits, and that width."""
-    closed_form, t = DIVERGENCES[call.divergence], call.temperature
-    scale = temperature_scale(call.divergence, t)
-    if isinstance(target, DenseTarget):
-        teacher = target_logits(target, rows).to(logits.dtype)
-        width = teacher.shape[-1]
-        value, grad = closed_form(log_probs(teacher, t), log_probs(logits[:, :width], t), call.knobs)
-        return value * scale, grad.mul_(scale / t), width
-
-    width = logits.shape[-1]
-    z, ids = logits / t, target.ids[rows]
-    if isinstance(target, SampledTarget):
-        shares = target.weights[rows].to(z.dtype)
-        logq = torch.log_softmax(z, -1)
-        value = -(shares * logq.gather(-1, ids)).sum(-1)
-        grad = logq.exp_().mul_(shares.sum(-1, keepdim=True)).scatter_add_(-1, ids, -shares)
-        return value * scale, grad.mul_(scale / t), width
-
-    # The student's rest is a sum over its own other ids, not 1 − Σ: the subtraction loses everything in float32 when the
-    # student has nearly all of its mass on the k ids.
-    kept = z.gather(-1, ids)
-    rest = z.scatter(-1, ids, float("-inf"))
-    rest_lse = rest.logsumexp(-1, keepdim=True)
-    logq = log_probs(torch.cat([kept, rest_lse], -1))
-    logp = torch.cat([target.logprobs[rows], target.tail[rows, None]], -1).to(z.dtype).clamp(min=LOG_FLOOR)
-    value, grad_buckets = closed_form(logp, logq, call.knobs)
-    grad = rest.sub_(rest_lse.clamp(min=LOG_FLOOR)).exp_().mul_(grad_buckets[:, -1:])
-    grad.scatter_(-1, ids, grad_buckets[:, :-1])
-    return value * scale, grad.mul_(scale / t), width
-
-
-def _as_pairs(target: Target | Sequence[tuple[float, Target]] | None) -> Sequence[tuple[float, Target]]:
-    if target is None:
-        return ()
-    return ((1.0, target),) if isinstance(target, Target) else tuple(target)
-
-
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Sequence[tuple[float, Target]],
-    labels: Tensor | None,
-    divergence: str,
-    temperature: float,
-    beta: float,
-    ce_weight: float,
-) -> None:
-    """Refuse what cannot be right, from shapes and types alone: no device value is read."""
-    n, v = hidden.shape[0], weight.shape[0]
-    if divergence not in DIVERGENCES:
-        raise ValueError(f"unknown divergence {divergence!r}; there are {', '.join(DIVERGENCES)}")
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [N, H] and [V, H]")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, not {temperature}")
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta must be between 0 and 1, not {beta}")
-    if ce_weight and labels is None:
-        raise ValueError("ce_weight needs labels")
-    if labels is not None and labels.shape != (n,):
-        raise ValueError(f"labels {list(labels.shape)} must be [{n}], one a row")
-    for _, target in targets:
-        if isinstance(target, DenseTarget):
-            _check_dense(target, n, v)
-            continue
-        if isinstance(target, SampledTarget) and divergence != "forward_kl":
-            raise ValueError(f"sampled targets are unbiased for forward_kl only, not for {divergence}")
-        other = target.logprobs if isinstance(target, TopKTarget) else target.weights
-        if (
-            target.ids.dim() != 2
-            or target.ids.shape[0] != n
-            or target.ids.shape != other.shape
-            or not target.ids.shape[1]
-        ):
-            raise ValueError(
-                f"target ids {list(target.ids.shape)} and values {list(other.shape)} must both be [{n}, K]"
-            )
-
-
-def _check_dense(target: DenseTarget, n: int, v: int) -> None:
-    if target.logits is not None:
-        rows, width = target.logits.shape[0], target.logits.shape[-1]
-    elif target.hidden is not None and target.weight is not None:
-        rows, width = target.hidden.shape[0], target.weight.shape[0]
-    else:
-        raise ValueError("a DenseTarget needs hidden and weight, or logits")
-    if rows != n:
-        raise ValueError(f"the teacher has {rows} rows and the student {n}")
-    if width > v:
-        raise ValueError(
-            f"the teacher has {width} ids and the student's head {v}: narrow the teacher to the shared ids"
-        )
+def _buffer_for(target: Target, rows: int, compute: torch.dtype) -> Tensor | None:
+    """Room for a chunk of a dense teacher's logits; the divergence works in it, so ready logits are copied there too."""
+    if not isinstance(target, DenseTarget):
+        return None
+    source = target.logits if target.logits is not None else target.hidden
+    width = target.width
+    assert source is not None
+    return torch.empty(rows, width, dtype=compute, device=source.device)

@@ -135,6 +135,7 @@ def loss_knobs(recipe: Recipe, progress: float) -> LossKnobs:
         temperature=value_at(loss.temperature, progress),
         kd_weight=value_at(loss.kd_weight, progress),
         ce_weight=value_at(recipe.ce_weight, progress),
+        entropy_gate=loss.entropy_gate,
     )
 
 

@@ -24,6 +24,7 @@ class LossKnobs:
     temperature: float
     kd_weight: float
     ce_weight: float
+    entropy_gate: float | None = None
 
 
 # What a forward pass sums up for the log, in this order.
@@ -62,6 +63,7 @@ class StudentLoss(nn.Module):
             alpha=knobs.alpha,
             kd_weight=knobs.kd_weight,
             ce_weight=knobs.ce_weight,
+            entropy_gate=knobs.entropy_gate,
             bias=head.bias,
             softcap=head.softcap,
             logit_scale=head.logit_scale,

@@ -1,0 +1,270 @@
+"""The loss of a block of rows and its gradient with respect to the logits, in place of the logits.
+
+b rows, V vocabulary (this rank's part of it), W ids that teacher and student share, K kept entries of a teacher.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from potstill.losses.divergences import DIVERGENCES, LOG_FLOOR, Block, Knobs, forward_kl, temperature_scale
+from potstill.losses.vocab_parallel import Columns
+from potstill.types import DenseTarget, SampledTarget, Target, TopKTarget
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything of a call that is not differentiated."""
+
+    targets: Sequence[tuple[float, Target]]
+    labels: Tensor | None
+    row_weight: Tensor
+    divergence: str
+    knobs: Knobs
+    temperature: float
+    kd_weight: float
+    ce_weight: float
+    softcap: float | None
+    logit_scale: float
+    entropy_gate: float | None
+    columns: Columns
+    differentiate: bool
+
+
+class Scratch:
+    """Buffers of one block, made when first asked for and used again for every block."""
+
+    def __init__(self, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._options = (rows, vocabulary), {"dtype": dtype, "device": device}
+        self._buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, rows: int, width: int) -> Tensor:
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(self._shape, **self._options)  # type: ignore[call-overload]
+        return self._buffers[name].view(-1)[: rows * width].view(rows, width)
+
+
+def head_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """softcap(scale · (hidden · weightᵀ + bias)), in float32 at least."""
+    if out is None or out.dtype != hidden.dtype:
+        product = hidden @ weight.t()
+        logits = product.to(torch.promote_types(hidden.dtype, torch.float32)) if out is None else out.copy_(product)
+    else:
+        logits = torch.mm(hidden, weight.t(), out=out)
+    if bias is not None:
+        logits += bias
+    if logit_scale != 1.0:
+        logits *= logit_scale
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    return logits
+
+
+def target_logits(target: DenseTarget, rows: slice, out: Tensor | None = None) -> Tensor:
+    """A dense teacher's logits at some rows."""
+    if target.logits is not None:
+        logits = target.logits[rows]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) if out is None else out.copy_(logits)
+    assert target.hidden is not None and target.weight is not None
+    weight = target.weight.to(target.hidden.dtype)
+    return head_logits(target.hidden[rows], weight, target.bias, target.softcap, target.logit_scale, out)
+
+
+def log_probs(logits: Tensor) -> Tensor:
+    """log softmax, floored: see divergences.LOG_FLOOR."""
+    return torch.log_softmax(logits, -1).clamp_(min=LOG_FLOOR)
+
+
+def loss_of_rows(
+    z: Tensor, teachers: Sequence[Tensor | None], rows: slice, call: Call, scratch: Scratch, differentiate: bool
+) -> tuple[Tensor, Tensor]:
+    """Divergence and cross-entropy of rows with raw logits `z` [b, V] and dense teachers' logits; `z` becomes the gradient of
+    the weighted loss with respect to the head's product. Teachers' logits are used up."""
+    b, v = z.shape
+    row_weight = call.row_weight[rows].to(z.dtype)
+    slope = _capped(z, call.softcap, scratch) if call.softcap is not None else None
+    # At T = 1 and over the same ids, divergence and cross-entropy share one softmax.
+    only = teachers[0] if len(teachers) == 1 else None
+    one_softmax = call.temperature == 1.0 and only is not None and only.shape[1] == v
+    ce, q = z.new_zeros(b), None
+    if call.labels is not None:
+        ce, q = _cross_entropy(z, call.labels[rows], call, scratch, in_place=one_softmax)
+    kd = z.new_zeros(b)
+    grad = z
+    if len(call.targets) != 1:  # each target needs the logits anew, so their gradients are summed up elsewhere
+        grad = scratch("sum", b, v).zero_()
+    for (share, target), teacher in zip(call.targets, teachers, strict=True):
+        work = z if grad is z else scratch("work", b, v).copy_(z)
+        value, factor = _divergence(work, teacher, target, rows, call, scratch, q if one_softmax else None)
+        kd += share * value
+        weight = (row_weight * (share * factor * call.kd_weight))[:, None]
+        grad.mul_(weight) if grad is z else grad.addcmul_(work, weight)
+    if not differentiate:
+        return kd, ce
+    if q is not None and call.ce_weight:
+        assert call.labels is not None
+        weight = (row_weight * call.ce_weight)[:, None]
+        grad.addcmul_(q, weight)
+        where, inside = call.columns.local(call.labels[rows, None])
+        grad.scatter_add_(-1, where, -weight if inside is None else -weight * inside)
+    if slope is not None:
+        grad.mul_(slope)
+    if call.logit_scale != 1.0:
+        grad.mul_(call.logit_scale)
+    if grad is not z:
+        z.copy_(grad)
+    return kd, ce
+
+
+def _capped(z: Tensor, softcap: float, scratch: Scratch) -> Tensor:
+    """Soft-cap the logits in place; gives the slope of the cap at each."""
+    tanh = torch.div(z, softcap, out=scratch("slope", *z.shape)).tanh_()
+    torch.mul(tanh, softcap, out=z)
+    return tanh.square_().neg_().add_(1.0)
+
+
+def _softmax(z: Tensor, columns: Columns, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over all columns into `out`, and the log-sum-exp of each row [b]."""
+    (largest,) = columns.largest(z.amax(-1))
+    largest = largest.clamp(
+        min=-torch.finfo(z.dtype).max
+    )  # a row of −inf on this rank or all: −inf − −inf is no number
+    torch.sub(z, largest[:, None], out=out).exp_()
+    (mass,) = columns.total(out.sum(-1))
+    out.mul_(mass.reciprocal()[:, None])
+    return out, largest + mass.log()
+
+
+def _log_softmax(z: Tensor, columns: Columns, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Log softmax in place, floored, and softmax into `out`."""
+    q, lse = _softmax(z, columns, out)
+    return z.sub_(lse[:, None]).clamp_(min=LOG_FLOOR), q
+
+
+def _cross_entropy(z: Tensor, labels: Tensor, call: Call, scratch: Scratch, in_place: bool) -> tuple[Tensor, Tensor]:
+    """−log softmax(z)[label], and the softmax; with `in_place`, `z` becomes its logarithm."""
+    columns = call.columns
+    if in_place:
+        logq, q = _log_softmax(z, columns, scratch("q", *z.shape))
+        label = columns.gather(logq, labels[:, None], 0.0).squeeze(-1)
+        return -columns.total(label)[0], q
+    q, lse = _softmax(z, columns, scratch("ce", *z.shape))
+    label = columns.gather(z, labels[:, None], 0.0).squeeze(-1)
+    return lse - columns.total(label)[0], q
+
+
+def _divergence(
+    z: Tensor, teacher: Tensor | None, target: Target, rows: slice, call: Call, scratch: Scratch, q: Tensor | None
+) -> tuple[Tensor, float]:
+    """Scaled divergence of the rows. `z` becomes its gradient up to the factor that is given back. With `q`, the student's
+    softmax, `z` is its logarithm already."""
+    scale, t = temperature_scale(call.divergence, call.temperature), call.temperature
+    if t != 1.0:
+        z.div_(t)
+        if teacher is not None:
+            teacher.div_(t)
+    if isinstance(target, DenseTarget):
+        assert teacher is not None
+        value, factor = _dense(z, teacher, call, scratch, q)
+    elif isinstance(target, TopKTarget):
+        value, factor = _top_k(z, target, rows, call)
+    else:
+        value, factor = _sampled(z, target, rows, call, scratch)
+    return value * scale, factor * scale / t
+
+
+def _dense(z: Tensor, teacher: Tensor, call: Call, scratch: Scratch, q: Tensor | None) -> tuple[Tensor, float]:
+    b, width = teacher.shape
+    columns = call.columns
+    logq = z if width == z.shape[1] else scratch("shared", b, width).copy_(z[:, :width])
+    if q is None:
+        _, q = _log_softmax(logq, columns, scratch("q", b, width))
+    logp, p = _log_softmax(teacher, columns, scratch("p", b, width))
+
+    def total(*matrices: Tensor) -> tuple[Tensor, ...]:
+        return columns.total(*(matrix.sum(-1) for matrix in matrices))
+
+    value, factor = _gated(Block(logp, logq, p, q, scratch("spare", b, width), total), call)
+    if logq is not z:  # the ids beyond the shared ones have no part in the divergence
+        z[:, :width] = logq
+        z[:, width:] = 0.0
+    return value, factor
+
+
+def _gated(block: Block, call: Call) -> tuple[Tensor, float]:
+    """The chosen divergence, mixed with forward KL row by row when there is an entropy gate."""
+    chosen = DIVERGENCES[call.divergence]
+    if call.entropy_gate is None:
+        return chosen(block, call.knobs)
+    copies = Block(block.logp.clone(), block.logq.clone(), block.p.clone(), block.q.clone(), block.spare, block.total)
+    (entropy,) = block.total((block.p * block.logp).neg_())
+    sizes = block.total(torch.ones_like(block.p))[0]
+    gate = (entropy / sizes.log()).clamp_(0.0, 1.0) ** call.entropy_gate
+    forward, forward_factor = forward_kl(copies, call.knobs)
+    value, factor = chosen(block, call.knobs)
+    block.logq.mul_(((1 - gate) * factor)[:, None]).addcmul_(copies.logq, (gate * forward_factor)[:, None])
+    return (1 - gate) * value + gate * forward, 1.0
+
+
+def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tensor, float]:
+    """K kept ids and the rest as one bucket more. The student's rest is a sum over its own other ids, not 1 − Σ: the
+    subtraction loses everything in float32 when the student has nearly all of its mass on the kept ids."""
+    columns, ids = call.columns, target.ids[rows]
+    where, inside = columns.local(ids)
+    kept = columns.gather(z, ids, -math.inf)
+    if inside is None:
+        z.scatter_(-1, where, -math.inf)
+    else:  # ids of other ranks must not overwrite a column here
+        z.scatter_reduce_(-1, where, torch.where(inside, -math.inf, math.inf).to(z.dtype), "amin")
+    (rest_largest,) = columns.largest(z.amax(-1))
+    rest_largest = rest_largest.clamp(
+        min=-torch.finfo(z.dtype).max
+    )  # no rest at all: −inf − −inf would not be a number
+    z.sub_(rest_largest[:, None]).exp_()
+    (rest_mass,) = columns.total(z.sum(-1))
+    rest = rest_largest + rest_mass.log()
+    (kept_largest,) = columns.largest(kept.amax(-1))
+    (kept_mass,) = columns.total((kept - kept_largest[:, None]).exp().sum(-1))
+    lse = torch.logaddexp(kept_largest + kept_mass.log(), rest)[:, None]
+
+    logq = torch.cat([kept - lse, rest[:, None] - lse], -1).clamp_(min=LOG_FLOOR)
+    logp = torch.cat([target.logprobs[rows].to(z.dtype), target.tail[rows, None].to(z.dtype)], -1).clamp_(min=LOG_FLOOR)
+    p, q = logp.exp(), logq.exp()
+    if inside is not None:  # a bucket counts on the rank that holds its id; the rest on the first, though all need it
+        here = torch.cat([inside, torch.ones_like(inside[:, :1])], -1)
+        logp, logq, p, q = (x.masked_fill(~here, 0.0) for x in (logp, logq, p, q))
+
+    def total(*matrices: Tensor) -> tuple[Tensor, ...]:
+        once = [m.sum(-1) if columns.first else m[:, :-1].sum(-1) for m in matrices]
+        return columns.total(*once)
+
+    block = Block(logp, logq, p, q, torch.empty_like(p), total)
+    value, factor = _gated(block, call)
+    grad = block.logq
+    z.mul_((grad[:, -1] / rest_mass.clamp(min=torch.finfo(z.dtype).tiny))[:, None])
+    kept_grad = grad[:, :-1] if inside is None else grad[:, :-1].masked_fill(~inside, 0.0)
+    z.scatter_add_(-1, where, kept_grad)  # kept columns are exp(−inf) = 0 until here
+    return value, factor
+
+
+def _sampled(z: Tensor, target: SampledTarget, rows: slice, call: Call, scratch: Scratch) -> tuple[Tensor, float]:
+    """Cross-entropy to the draws: unbiased for forward KL up to the teacher's entropy."""
+    columns, ids, shares = call.columns, target.ids[rows], target.weights[rows].to(z.dtype)
+    logq, q = _log_softmax(z, columns, scratch("q", *z.shape))
+    (value,) = columns.total((shares * columns.gather(logq, ids, 0.0)).sum(-1))
+    where, inside = columns.local(ids)
+    torch.mul(q, shares.sum(-1, keepdim=True), out=z)
+    z.scatter_add_(-1, where, -shares if inside is None else -shares.masked_fill(~inside, 0.0))
+    return -value, 1.0
