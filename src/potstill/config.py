@@ -184,7 +184,8 @@ class LossConfig(Section):
     beta: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="jsd: 0 is forward KL, 1 is reverse KL")
     alpha: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="skew of skew_kl and skew_reverse_kl")
     entropy_gate: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="mix forward KL in where the teacher is unsure: its share of the largest entropy, to this power"
+        None,
+        description="mix forward KL in where the teacher is unsure: its share of the largest entropy, to this power",
     )
     temperature: Scheduled = Field(
         1.0, description="softmax temperature T of both sides; the divergence is multiplied by T² (tvd: by T)"
