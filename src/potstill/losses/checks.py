@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ def check_call(
     hidden: Tensor,
     weight: Tensor,
     targets: Sequence[tuple[float, Target]],
+    *,
     labels: Tensor | None,
     row_weight: Tensor | None,
     divergence: str,
@@ -22,27 +24,42 @@ def check_call(
     beta: float,
     alpha: float,
     ce_weight: float,
-    group: object | None,
+    bias: Tensor | None,
+    softcap: float | None,
+    entropy_gate: float | None,
+    chunk_rows: int | None,
+    sharded: bool,
 ) -> None:
     check_settings(divergence, temperature, beta, alpha)
+    _check_cap(softcap, "softcap")
+    if entropy_gate is not None and not entropy_gate > 0:
+        raise ValueError(f"entropy_gate must be above 0, not {entropy_gate}")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be at least 1, not {chunk_rows}")
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [N, H] and [V, H]")
     if not (hidden.is_floating_point() and weight.is_floating_point()):
         raise ValueError(f"hidden and weight must be floating point, not {hidden.dtype} and {weight.dtype}")
     n, v = hidden.shape[0], weight.shape[0]
+    if not v:
+        raise ValueError("weight has no columns of the vocabulary: it must be [V, H] with V at least 1")
+    _check_bias(bias, v, "bias")
     if ce_weight and labels is None:
         raise ValueError("ce_weight needs labels")
     if labels is not None and (labels.shape != (n,) or labels.dtype != torch.int64):
         raise ValueError(f"labels {list(labels.shape)} of {labels.dtype} must be [{n}] of torch.int64, one a row")
     if row_weight is not None and row_weight.shape != (n,):
         raise ValueError(f"row_weight {list(row_weight.shape)} must be [{n}], one a row")
+    if row_weight is not None and not row_weight.is_floating_point():
+        raise ValueError(f"row_weight must be floating point, not {row_weight.dtype}")
     for _, target in targets:
         if isinstance(target, DenseTarget):
-            _check_dense(target, n, v, group is not None)
+            _check_dense(target, n, v, sharded)
         elif isinstance(target, TopKTarget):
             _check_entries(target.ids, target.logprobs, n, "logprobs")
-            if target.tail.shape != (n,):
-                raise ValueError(f"target tail {list(target.tail.shape)} must be [{n}], one a row")
+            if target.tail.shape != (n,) or not target.tail.is_floating_point():
+                tail = f"{list(target.tail.shape)} of {target.tail.dtype}"
+                raise ValueError(f"target tail {tail} must be [{n}], one a row, and floating point")
         elif isinstance(target, SampledTarget):
             _check_entries(target.ids, target.weights, n, "weights")
             if divergence != "forward_kl":
@@ -54,8 +71,8 @@ def check_call(
 def check_settings(divergence: str, temperature: float, beta: float, alpha: float) -> None:
     if divergence not in DIVERGENCES:
         raise ValueError(f"unknown divergence {divergence!r}; there are {', '.join(DIVERGENCES)}")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, not {temperature}")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be above 0 and finite, not {temperature}")
     if not 0 <= beta <= 1:
         raise ValueError(f"beta must be between 0 and 1, not {beta}")
     if not 0 < alpha < 1:
@@ -68,15 +85,51 @@ def _check_entries(ids: Tensor, values: Tensor, n: int, name: str) -> None:
         raise ValueError(f"{shapes} must both be [{n}, K], with K at least 1")
     if ids.dtype != torch.int64:
         raise ValueError(f"target ids must be torch.int64, not {ids.dtype}")
+    if not values.is_floating_point():
+        raise ValueError(f"target {name} must be floating point, not {values.dtype}")
 
 
 def _check_dense(target: DenseTarget, n: int, v: int, sharded: bool) -> None:
     source = target.logits if target.logits is not None else target.hidden
     if source is None or (target.logits is None and target.weight is None):
         raise ValueError("a DenseTarget needs hidden and weight, or logits")
+    if source.dim() != 2 or not source.is_floating_point():
+        what = f"{list(source.shape)} of {source.dtype}"
+        raise ValueError(f"the teacher's hidden states or logits must be [N, …] and floating point, not {what}")
     if source.shape[0] != n:
         raise ValueError(f"the teacher has {source.shape[0]} rows and the student {n}")
-    if target.width > v:
-        raise ValueError(
-            f"the teacher has {target.width} ids and the student's head {v}: narrow the teacher to the shared ids"
-        )
+    head = target.weight
+    if target.logits is None and head is not None and (head.dim() != 2 or head.shape[1] != source.shape[1]):
+        shapes = f"hidden {list(source.shape)} and weight {list(head.shape)}"
+        raise ValueError(f"the teacher's {shapes} must be [N, H] and [V, H]")
+    _check_bias(target.bias, target.width, "the teacher's bias")
+    _check_cap(target.softcap, "the teacher's softcap")
+    if not sharded and target.width > v:
+        _refuse_wide(target.width, v)
+
+
+def _check_bias(bias: Tensor | None, v: int, name: str) -> None:
+    if bias is not None and bias.shape != (v,):
+        raise ValueError(f"{name} {list(bias.shape)} must be [{v}], one an id")
+
+
+def _check_cap(softcap: float | None, name: str) -> None:
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{name} must be above 0, not {softcap}")
+
+
+def _refuse_wide(width: int, v: int) -> None:
+    raise ValueError(f"the teacher has {width} ids and the student's head {v}: narrow the teacher to the shared ids")
+
+
+def check_slices(sizes: Sequence[int], widths: Sequence[int], whole: int | None = None) -> None:
+    """Every rank's number of the student's ids and of a dense teacher's: both cut at the same ids, the teacher's perhaps
+    ending earlier. `whole`: how many ids the teacher has, where each rank has all of it."""
+    if whole is not None and whole > sum(sizes):
+        _refuse_wide(whole, sum(sizes))
+    for rank, (size, width) in enumerate(zip(sizes, widths, strict=True)):
+        if width > size or (width < size and any(widths[rank + 1 :])):
+            cuts = f"the teacher's vocabulary is cut into {list(widths)} and the student's into {list(sizes)}"
+            raise ValueError(
+                f"{cuts}: rank {rank} has other ids of the two. Cut both alike, or give each rank the whole teacher"
+            )

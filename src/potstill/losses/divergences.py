@@ -2,7 +2,7 @@
 
 Each takes a Block: log-probabilities and probabilities of teacher (P) and student (Q) over the same buckets, [n, B]. It gives
 the per-row value [n] and leaves in `logq` the gradient with respect to the student's bucket logits, up to a constant factor
-that it gives back too. All of the block's buffers may be overwritten; nothing of their size is allocated.
+that it gives back too. All of the block's buffers but `q` may be overwritten; nothing of their size is allocated.
 
 The gradient of any f(q) through a softmax is q·(r − Σ q·r) with r = ∂f/∂q. Row sums go through `block.total`, which also
 sums over the ranks that share the vocabulary: several sums of one call travel together.
@@ -20,7 +20,7 @@ from torch import Tensor
 # exp(LOG_FLOOR) is 0 in float32 and float64. Log-probabilities are floored here, so that a bucket empty on one side costs
 # a large but finite amount, and one empty on both sides costs 0.
 LOG_FLOOR = -1e4
-TINY = 1e-38  # a mixture of two empty buckets is empty; its logarithm must be finite all the same
+TINY = 1e-37  # a mixture of two empty buckets is empty; its logarithm must be finite, also where subnormals are flushed to 0
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from potstill.losses.checks import check_call
 from potstill.losses.divergences import Knobs
 from potstill.losses.rows import Call, Scratch, head_logits, loss_of_rows, target_logits
-from potstill.losses.vocab_parallel import Columns
+from potstill.losses.vocab_parallel import shared_columns
 from potstill.types import DenseTarget, Target
 
 CHUNK_BYTES = 64 * 2**20  # of one [n, V] buffer
@@ -60,12 +60,29 @@ def fused_linear_kd(
     `entropy_gate`: where the teacher's entropy, as a share of the largest possible one, is g, the row's divergence is
     (1 − g^gate) of the chosen one and g^gate of forward KL: the less sure the teacher, the more of its spread is learnt.
 
-    `group`: `weight` (and bias, and a dense target's own) is this rank's slice of the vocabulary, in the order of the ranks;
-    slices may be uneven. `hidden` is the same on every rank, and its gradient is summed over the group. Ids are global.
+    `group`: `weight` and `bias` are this rank's slice of the vocabulary, in the order of the ranks; slices may be uneven. A
+    dense target is cut at the same ids, or whole on every rank. `hidden` is the same on every rank, and its gradient is
+    summed over the group. Ids are global.
     """
     targets = ((1.0, target),) if isinstance(target, Target) else tuple(target or ())
-    columns = Columns.of(weight.shape[0], group, hidden.device)
-    check_call(hidden, weight, targets, labels, row_weight, divergence, temperature, beta, alpha, ce_weight, group)
+    check_call(
+        hidden,
+        weight,
+        targets,
+        labels=labels,
+        row_weight=row_weight,
+        divergence=divergence,
+        temperature=temperature,
+        beta=beta,
+        alpha=alpha,
+        ce_weight=ce_weight,
+        bias=bias,
+        softcap=softcap,
+        entropy_gate=entropy_gate,
+        chunk_rows=chunk_rows,
+        sharded=group is not None,
+    )
+    columns, targets, same_ids = shared_columns(weight.shape[0], targets, group, hidden.device)
     if row_weight is None:
         row_weight = hidden.new_ones(hidden.shape[0], dtype=torch.float32)
     call = Call(
@@ -81,6 +98,7 @@ def fused_linear_kd(
         logit_scale=logit_scale,
         entropy_gate=entropy_gate,
         columns=columns,
+        same_ids=same_ids,
         differentiate=torch.is_grad_enabled(),
     )
     return FusedLoss(*_FusedLinearKD.apply(hidden, weight, bias, call, chunk_rows))
@@ -112,7 +130,7 @@ def _chunks(
     """Gradients of hidden, weight and bias (None where not wanted), and the per-row values."""
     compute = torch.promote_types(hidden.dtype, torch.float32)
     rows, vocabulary = hidden.shape[0], weight.shape[0]
-    n = min(rows, chunk_rows or max(16, CHUNK_BYTES // (compute.itemsize * vocabulary)))
+    n = min(rows, chunk_rows or max(16, CHUNK_BYTES // (compute.itemsize * call.columns.widest)))
     b = max(1, min(n, BLOCK_BYTES // (compute.itemsize * vocabulary)))
     if call.columns.group is not None or hidden.device.type != "cpu":
         b = n  # collectives and kernel launches are few when blocks are large

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class Call:
     logit_scale: float
     entropy_gate: float | None
     columns: Columns
+    same_ids: bool  # every dense target is over all of the student's ids, on every rank
     differentiate: bool
 
 
@@ -96,18 +97,22 @@ def loss_of_rows(
     row_weight = call.row_weight[rows].to(z.dtype)
     slope = _capped(z, call.softcap, scratch) if call.softcap is not None else None
     # At T = 1 and over the same ids, divergence and cross-entropy share one softmax.
-    only = teachers[0] if len(teachers) == 1 else None
-    one_softmax = call.temperature == 1.0 and only is not None and only.shape[1] == v
-    ce, q = z.new_zeros(b), None
-    if call.labels is not None:
-        ce, q = _cross_entropy(z, call.labels[rows], call, scratch, in_place=one_softmax)
+    only = teachers[0] if len(teachers) == 1 and call.temperature == 1.0 and call.same_ids else None
+    ce, q, ready = z.new_zeros(b), None, None
+    if call.labels is not None and only is not None:
+        ready = q, p = scratch("q", b, v), scratch("p", b, v)
+        _log_softmax(call.columns, (z, q), (only, p))
+        (label,) = call.columns.total(call.columns.gather(z, call.labels[rows, None], 0.0).squeeze(-1))
+        ce = -label
+    elif call.labels is not None:
+        ce, q = _cross_entropy(z, call.labels[rows], call.columns, scratch("ce", b, v))
     kd = z.new_zeros(b)
     grad = z
     if len(call.targets) != 1:  # each target needs the logits anew, so their gradients are summed up elsewhere
         grad = scratch("sum", b, v).zero_()
     for (share, target), teacher in zip(call.targets, teachers, strict=True):
         work = z if grad is z else scratch("work", b, v).copy_(z)
-        value, factor = _divergence(work, teacher, target, rows, call, scratch, q if one_softmax else None)
+        value, factor = _divergence(work, teacher, target, rows, call, scratch, ready)
         kd += share * value
         weight = (row_weight * (share * factor * call.kd_weight))[:, None]
         grad.mul_(weight) if grad is z else grad.addcmul_(work, weight)
@@ -135,41 +140,50 @@ def _capped(z: Tensor, softcap: float, scratch: Scratch) -> Tensor:
     return tanh.square_().neg_().add_(1.0)
 
 
-def _softmax(z: Tensor, columns: Columns, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over all columns into `out`, and the log-sum-exp of each row [b]."""
-    (largest,) = columns.largest(z.amax(-1))
-    largest = largest.clamp(
-        min=-torch.finfo(z.dtype).max
-    )  # a row of −inf on this rank or all: −inf − −inf is no number
+def _largest(z: Tensor) -> Tensor:
+    """The largest of each row; finite, for −inf − −inf is no number: a row may be empty, or have no column on this rank."""
+    least = -torch.finfo(z.dtype).max
+    return z.amax(-1).clamp_(min=least) if z.shape[1] else z.new_full((z.shape[0],), least)
+
+
+def _mass(mass: Tensor) -> Tensor:
+    """A row's sum of exponentials, kept from the 0 of a row that is −inf everywhere."""
+    return mass.clamp(min=torch.finfo(mass.dtype).tiny)
+
+
+def _log_softmax(columns: Columns, *pairs: tuple[Tensor, Tensor]) -> None:
+    """Log softmax, floored, in place of each pair's first, and softmax into its second; what they need of other ranks
+    travels together. The maximum is taken off before the logarithm, not with it: their sum would round large logits."""
+    largest = columns.largest(*(_largest(z) for z, _ in pairs))
+    masses = columns.total(
+        *(torch.exp(z.sub_(m[:, None]), out=out).sum(-1) for (z, out), m in zip(pairs, largest, strict=True))
+    )
+    for (z, out), mass in zip(pairs, map(_mass, masses), strict=True):
+        out.mul_(mass.reciprocal()[:, None])
+        z.sub_(mass.log()[:, None]).clamp_(min=LOG_FLOOR)
+
+
+def _cross_entropy(z: Tensor, labels: Tensor, columns: Columns, out: Tensor) -> tuple[Tensor, Tensor]:
+    """−log softmax(z)[label], floored as log-probabilities are, and the softmax in `out`."""
+    (largest,) = columns.largest(_largest(z))
     torch.sub(z, largest[:, None], out=out).exp_()
-    (mass,) = columns.total(out.sum(-1))
+    mass, label = columns.total(out.sum(-1), columns.gather(z, labels[:, None], 0.0).squeeze(-1))
+    mass = _mass(mass)
     out.mul_(mass.reciprocal()[:, None])
-    return out, largest + mass.log()
-
-
-def _log_softmax(z: Tensor, columns: Columns, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Log softmax in place, floored, and softmax into `out`."""
-    q, lse = _softmax(z, columns, out)
-    return z.sub_(lse[:, None]).clamp_(min=LOG_FLOOR), q
-
-
-def _cross_entropy(z: Tensor, labels: Tensor, call: Call, scratch: Scratch, in_place: bool) -> tuple[Tensor, Tensor]:
-    """−log softmax(z)[label], and the softmax; with `in_place`, `z` becomes its logarithm."""
-    columns = call.columns
-    if in_place:
-        logq, q = _log_softmax(z, columns, scratch("q", *z.shape))
-        label = columns.gather(logq, labels[:, None], 0.0).squeeze(-1)
-        return -columns.total(label)[0], q
-    q, lse = _softmax(z, columns, scratch("ce", *z.shape))
-    label = columns.gather(z, labels[:, None], 0.0).squeeze(-1)
-    return lse - columns.total(label)[0], q
+    return (mass.log() - (label - largest)).clamp_(max=-LOG_FLOOR), out
 
 
 def _divergence(
-    z: Tensor, teacher: Tensor | None, target: Target, rows: slice, call: Call, scratch: Scratch, q: Tensor | None
+    z: Tensor,
+    teacher: Tensor | None,
+    target: Target,
+    rows: slice,
+    call: Call,
+    scratch: Scratch,
+    ready: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, float]:
-    """Scaled divergence of the rows. `z` becomes its gradient up to the factor that is given back. With `q`, the student's
-    softmax, `z` is its logarithm already."""
+    """Scaled divergence of the rows. `z` becomes its gradient up to the factor that is given back. With `ready`, the
+    softmax of student and teacher, `z` and `teacher` are their logarithms already."""
     scale, t = temperature_scale(call.divergence, call.temperature), call.temperature
     if t != 1.0:
         z.div_(t)
@@ -177,7 +191,7 @@ def _divergence(
             teacher.div_(t)
     if isinstance(target, DenseTarget):
         assert teacher is not None
-        value, factor = _dense(z, teacher, call, scratch, q)
+        value, factor = _dense(z, teacher, call, scratch, ready)
     elif isinstance(target, TopKTarget):
         value, factor = _top_k(z, target, rows, call)
     else:
@@ -185,36 +199,39 @@ def _divergence(
     return value * scale, factor * scale / t
 
 
-def _dense(z: Tensor, teacher: Tensor, call: Call, scratch: Scratch, q: Tensor | None) -> tuple[Tensor, float]:
+def _dense(
+    z: Tensor, teacher: Tensor, call: Call, scratch: Scratch, ready: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, float]:
     b, width = teacher.shape
     columns = call.columns
     logq = z if width == z.shape[1] else scratch("shared", b, width).copy_(z[:, :width])
-    if q is None:
-        _, q = _log_softmax(logq, columns, scratch("q", b, width))
-    logp, p = _log_softmax(teacher, columns, scratch("p", b, width))
+    q, p = ready or (scratch("q", b, width), scratch("p", b, width))
+    if ready is None:
+        _log_softmax(columns, (logq, q), (teacher, p))
 
     def total(*matrices: Tensor) -> tuple[Tensor, ...]:
         return columns.total(*(matrix.sum(-1) for matrix in matrices))
 
-    value, factor = _gated(Block(logp, logq, p, q, scratch("spare", b, width), total), call)
+    block = Block(teacher, logq, p, q, scratch("spare", b, width), total)
+    value, factor = _gated(block, p.new_ones(()).expand_as(p), call)
     if logq is not z:  # the ids beyond the shared ones have no part in the divergence
         z[:, :width] = logq
         z[:, width:] = 0.0
     return value, factor
 
 
-def _gated(block: Block, call: Call) -> tuple[Tensor, float]:
-    """The chosen divergence, mixed with forward KL row by row when there is an entropy gate."""
+def _gated(block: Block, present: Tensor, call: Call) -> tuple[Tensor, float]:
+    """The chosen divergence, mixed with forward KL row by row when there is an entropy gate. `present` is 1 at the buckets
+    that exist and count on this rank."""
     chosen = DIVERGENCES[call.divergence]
     if call.entropy_gate is None:
         return chosen(block, call.knobs)
-    copies = Block(block.logp.clone(), block.logq.clone(), block.p.clone(), block.q.clone(), block.spare, block.total)
-    (entropy,) = block.total((block.p * block.logp).neg_())
-    sizes = block.total(torch.ones_like(block.p))[0]
-    gate = (entropy / sizes.log()).clamp_(0.0, 1.0) ** call.entropy_gate
-    forward, forward_factor = forward_kl(copies, call.knobs)
+    entropy, buckets = block.total(torch.mul(block.p, block.logp, out=block.spare).neg_(), present)
+    gate = (entropy / buckets.clamp(min=2.0).log()).clamp_(0.0, 1.0) ** call.entropy_gate  # one bucket has no entropy
+    other = replace(block, logq=block.logq.clone())  # forward KL leaves the rest as it is
+    forward, forward_factor = forward_kl(other, call.knobs)
     value, factor = chosen(block, call.knobs)
-    block.logq.mul_(((1 - gate) * factor)[:, None]).addcmul_(copies.logq, (gate * forward_factor)[:, None])
+    block.logq.mul_(((1 - gate) * factor)[:, None]).addcmul_(other.logq, (gate * forward_factor)[:, None])
     return (1 - gate) * value + gate * forward, 1.0
 
 
@@ -228,32 +245,31 @@ def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tens
         z.scatter_(-1, where, -math.inf)
     else:  # ids of other ranks must not overwrite a column here
         z.scatter_reduce_(-1, where, torch.where(inside, -math.inf, math.inf).to(z.dtype), "amin")
-    (rest_largest,) = columns.largest(z.amax(-1))
-    rest_largest = rest_largest.clamp(
-        min=-torch.finfo(z.dtype).max
-    )  # no rest at all: −inf − −inf would not be a number
-    z.sub_(rest_largest[:, None]).exp_()
-    (rest_mass,) = columns.total(z.sum(-1))
-    rest = rest_largest + rest_mass.log()
-    (kept_largest,) = columns.largest(kept.amax(-1))
-    (kept_mass,) = columns.total((kept - kept_largest[:, None]).exp().sum(-1))
-    lse = torch.logaddexp(kept_largest + kept_mass.log(), rest)[:, None]
+    kept_largest, rest_largest = columns.largest(_largest(kept), _largest(z))
+    largest = torch.maximum(kept_largest, rest_largest)
+    kept = kept - largest[:, None]
+    z.sub_(rest_largest[:, None]).exp_()  # by its own maximum: however small the rest is, its logarithm is exact
+    kept_mass, rest_mass = columns.total(kept.exp().sum(-1), z.sum(-1))
+    rest = rest_largest - largest + rest_mass.log()
+    log_mass = _mass(kept_mass + rest.exp()).log()
 
-    logq = torch.cat([kept - lse, rest[:, None] - lse], -1).clamp_(min=LOG_FLOOR)
-    logp = torch.cat([target.logprobs[rows].to(z.dtype), target.tail[rows, None].to(z.dtype)], -1).clamp_(min=LOG_FLOOR)
+    tail = target.tail[rows, None].to(z.dtype)
+    logq = torch.cat([kept, rest[:, None]], -1).sub_(log_mass[:, None]).clamp_(min=LOG_FLOOR)
+    logp = torch.cat([target.logprobs[rows].to(z.dtype), tail], -1).clamp_(min=LOG_FLOOR)
     p, q = logp.exp(), logq.exp()
+    present = torch.cat([torch.ones_like(kept), (tail > -math.inf).to(z.dtype)], -1)
     if inside is not None:  # a bucket counts on the rank that holds its id; the rest on the first, though all need it
         here = torch.cat([inside, torch.ones_like(inside[:, :1])], -1)
-        logp, logq, p, q = (x.masked_fill(~here, 0.0) for x in (logp, logq, p, q))
+        logp, logq, p, q, present = (x.masked_fill(~here, 0.0) for x in (logp, logq, p, q, present))
 
     def total(*matrices: Tensor) -> tuple[Tensor, ...]:
         once = [m.sum(-1) if columns.first else m[:, :-1].sum(-1) for m in matrices]
         return columns.total(*once)
 
     block = Block(logp, logq, p, q, torch.empty_like(p), total)
-    value, factor = _gated(block, call)
+    value, factor = _gated(block, present, call)
     grad = block.logq
-    z.mul_((grad[:, -1] / rest_mass.clamp(min=torch.finfo(z.dtype).tiny))[:, None])
+    z.mul_((grad[:, -1] / _mass(rest_mass))[:, None])
     kept_grad = grad[:, :-1] if inside is None else grad[:, :-1].masked_fill(~inside, 0.0)
     z.scatter_add_(-1, where, kept_grad)  # kept columns are exp(−inf) = 0 until here
     return value, factor
@@ -262,8 +278,9 @@ def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tens
 def _sampled(z: Tensor, target: SampledTarget, rows: slice, call: Call, scratch: Scratch) -> tuple[Tensor, float]:
     """Cross-entropy to the draws: unbiased for forward KL up to the teacher's entropy."""
     columns, ids, shares = call.columns, target.ids[rows], target.weights[rows].to(z.dtype)
-    logq, q = _log_softmax(z, columns, scratch("q", *z.shape))
-    (value,) = columns.total((shares * columns.gather(logq, ids, 0.0)).sum(-1))
+    q = scratch("q", *z.shape)
+    _log_softmax(columns, (z, q))
+    (value,) = columns.total((shares * columns.gather(z, ids, 0.0)).sum(-1))
     where, inside = columns.local(ids)
     torch.mul(q, shares.sum(-1, keepdim=True), out=z)
     z.scatter_add_(-1, where, -shares if inside is None else -shares.masked_fill(~inside, 0.0))

@@ -6,11 +6,16 @@ is the same on every rank, so nothing is reduced in the backward pass but the gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from potstill.losses.checks import check_slices
+from potstill.types import DenseTarget, Target
 
 
 @dataclass(frozen=True)
@@ -18,20 +23,13 @@ class Columns:
     """One rank's slice of the vocabulary; without a group, all of it."""
 
     size: int
+    widest: int  # size of the largest slice of any rank
+    start: int = 0  # first global id held here
     group: dist.ProcessGroup | None = None
-    start: Tensor | None = None  # first global id held here, on the device: nothing is read from it
-
-    @staticmethod
-    def of(size: int, group: dist.ProcessGroup | None, device: torch.device) -> Columns:
-        if group is None:
-            return Columns(size)
-        sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-        dist.all_gather_into_tensor(sizes, torch.tensor([size], device=device), group=group)
-        return Columns(size, group, sizes[: dist.get_rank(group)].sum())
 
     @property
     def first(self) -> bool:
-        return self.group is None or dist.get_rank(self.group) == 0
+        return self.start == 0
 
     def largest(self, *rows: Tensor) -> tuple[Tensor, ...]:
         return self._reduced(rows, dist.ReduceOp.MAX)
@@ -48,7 +46,7 @@ class Columns:
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Global ids as columns of this slice (any column where they are elsewhere), and which are here (None: all)."""
-        if self.start is None:
+        if self.group is None:
             return ids, None
         columns = ids - self.start
         inside = (columns >= 0) & (columns < self.size)
@@ -59,3 +57,48 @@ class Columns:
         columns, inside = self.local(ids)
         values = logits.gather(-1, columns)
         return values if inside is None else values.masked_fill(~inside, elsewhere)
+
+
+def shared_columns(
+    size: int, targets: Sequence[tuple[float, Target]], group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[Columns, tuple[tuple[float, Target], ...], bool]:
+    """This rank's columns, the targets cut to them, and whether every dense target is over all of the student's ids.
+
+    A dense target that is whole on every rank (wider than any slice of the head) is narrowed to this rank's columns. The host
+    waits here, once a call, for every rank's sizes: ranks must cut chunks alike, share a softmax alike and refuse alike, or
+    they would wait for each other for ever.
+    """
+    widths = [target.width for _, target in targets if isinstance(target, DenseTarget)]
+    if group is None:
+        return Columns(size, size), tuple(targets), all(width == size for width in widths)
+    rank = dist.get_rank(group)
+    everyone = torch.zeros(1 + len(widths), dist.get_world_size(group), dtype=torch.int64, device=device)
+    everyone[:, rank] = torch.tensor([size, *widths])
+    dist.all_reduce(everyone, group=group)
+    sizes, *widths_of = everyone.tolist()
+    starts = [0, *accumulate(sizes)]
+    columns = Columns(size, max(sizes), starts[rank], group)
+    cut, same_ids = [], True
+    for share, target in targets:
+        if isinstance(target, DenseTarget):
+            held = widths_of.pop(0)
+            if min(held) > columns.widest:
+                whole = held[rank]
+                held = [min(max(whole - at, 0), n) for at, n in zip(starts, sizes, strict=False)]
+                check_slices(sizes, held, whole)
+                target = _narrowed(target, columns.start, held[rank])
+            else:
+                check_slices(sizes, held)
+            same_ids = same_ids and held == sizes
+        cut.append((share, target))
+    return columns, tuple(cut), same_ids
+
+
+def _narrowed(target: DenseTarget, start: int, width: int) -> DenseTarget:
+    """The same teacher over some of its ids; views, no copies."""
+    return replace(
+        target,
+        weight=None if target.weight is None else target.weight.narrow(0, min(start, target.width), width),
+        bias=None if target.bias is None else target.bias.narrow(0, min(start, target.width), width),
+        logits=None if target.logits is None else target.logits.narrow(-1, min(start, target.width), width),
+    )

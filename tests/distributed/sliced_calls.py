@@ -1,0 +1,265 @@
+"""Calls of the loss whose head is cut into slices of the vocabulary, and the processes that make them.
+
+Every call is made whole, from a seed; a rank cuts its own columns out of it. So the parent can make the same call in one
+process, and no tensor has to be sent to a child.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from potstill.losses import DIVERGENCES, DenseTarget, SampledTarget, TopKTarget, fused, fused_linear_kd
+
+VOCABULARY, ROWS = 37, 8
+# 37 is no multiple of either; one rank holds a single id, and not always the last.
+SLICES = {2: [36, 1], 4: [11, 1, 14, 11]}
+
+
+@dataclass(frozen=True)
+class SlicedCall:
+    sizes: list[int]
+    hidden: Tensor
+    weight: Tensor
+    targets: list[tuple[float, Any]]
+    bias: Tensor | None = None
+    whole_teacher: bool = False  # each rank is given all of the teacher's ids
+    chunk_bytes: int = fused.CHUNK_BYTES
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def columns(self, rank: int) -> slice:
+        return slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
+
+    def run(self, rank: int | None = None, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+        """Value and gradients; of all columns, or of this rank's."""
+        columns = slice(None) if rank is None else self.columns(rank)
+        weight = self.weight[columns].clone().requires_grad_()
+        bias = None if self.bias is None else self.bias[columns].clone().requires_grad_()
+        hidden = self.hidden.clone().requires_grad_()
+        targets = [
+            (share, t if self.whole_teacher or not isinstance(t, DenseTarget) else cut(t, columns))
+            for share, t in self.targets
+        ]
+        usual, fused.CHUNK_BYTES = fused.CHUNK_BYTES, self.chunk_bytes
+        try:
+            out = fused_linear_kd(hidden, weight, targets, bias=bias, group=group, **self.options)
+        finally:
+            fused.CHUNK_BYTES = usual
+        (3.0 * out.loss).backward()
+        found = {"loss": out.loss.detach(), "kd": out.kd, "ce": out.ce, "hidden": hidden.grad, "weight": weight.grad}
+        return found if bias is None else {**found, "bias": bias.grad}
+
+
+def cut(target: DenseTarget, columns: slice) -> DenseTarget:
+    part = lambda x: None if x is None else x[columns]  # noqa: E731
+    logits = None if target.logits is None else target.logits[:, columns]
+    return replace(target, weight=part(target.weight), bias=part(target.bias), logits=logits)
+
+
+# "everything" is labels, bias, cap, scale, weights of rows, chunks smaller than the rows and a student with padding ids.
+OPTION_SETS = ["plain", "everything", "gate", "empty ids"]
+KINDS = ["dense hidden", "dense logits", "top-k", "sampled"]
+
+
+def make(world: int, divergence: str, kind: str, temperature: float, option_set: str) -> SlicedCall:
+    generator = torch.Generator().manual_seed(11)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    everything = option_set == "everything"
+    width = VOCABULARY - 12 if everything else VOCABULARY  # the last of four ranks has no id of the teacher
+    hidden, weight, bias = randn(ROWS, 5), randn(VOCABULARY, 5), randn(VOCABULARY)
+    teacher = DenseTarget(randn(ROWS, 6), randn(width, 6), bias=randn(width), logit_scale=0.8)
+    options: dict[str, Any] = {"divergence": divergence, "temperature": temperature, "beta": 0.3}
+    labels = torch.randint(VOCABULARY, (ROWS,), generator=generator)
+    labels[0], labels[1] = 0, VOCABULARY - 1
+    if option_set != "plain":
+        options |= {"labels": labels, "ce_weight": 0.4, "kd_weight": 0.7}
+    if everything:
+        options |= {"softcap": 5.0, "logit_scale": 1.3, "chunk_rows": 5}
+        options["row_weight"] = torch.rand(ROWS, dtype=torch.float64, generator=generator)
+        teacher = replace(teacher, softcap=4.0)
+    if option_set == "gate":
+        options["entropy_gate"] = 1.5
+    if option_set == "empty ids":  # on both sides, on the student's, on the teacher's; and all that some rank holds
+        bias[[2, 5, 11, VOCABULARY - 1]] = -math.inf
+        teacher.bias[[2, 7, 11]] = -math.inf
+        labels[1] = 5
+    logits = (teacher.hidden @ teacher.weight.t() + teacher.bias) * teacher.logit_scale
+    if teacher.softcap is not None:
+        logits = teacher.softcap * torch.tanh(logits / teacher.softcap)
+    target: Any = teacher
+    if kind == "dense logits":
+        target = DenseTarget(logits=logits)
+    elif kind == "top-k":
+        top = (logits / temperature).log_softmax(-1).topk(6)
+        target = TopKTarget(top.indices, top.values, torch.log1p(-top.values.exp().sum(-1)))
+    elif kind == "sampled":
+        shares = torch.rand(ROWS, 5, dtype=torch.float64, generator=generator)
+        target = SampledTarget(torch.randint(width, (ROWS, 5), generator=generator), shares / shares.sum(-1)[:, None])
+    with_bias = everything or option_set == "empty ids"
+    return SlicedCall(SLICES[world], hidden, weight, [(1.0, target)], bias if with_bias else None, options=options)
+
+
+def grid() -> Iterator[tuple[str, str, float, str]]:
+    for divergence in DIVERGENCES:
+        for kind in KINDS:
+            if kind != "sampled" or divergence == "forward_kl":
+                for temperature in (1.0, 2.5):
+                    for option_set in OPTION_SETS:
+                        if option_set != "gate" or temperature != 1.0:
+                            yield divergence, kind, temperature, option_set
+
+
+def special(world: int) -> dict[str, SlicedCall]:
+    plain = make(world, "jsd", "dense hidden", 1.0, "everything")
+    top_k = make(world, "jsd", "top-k", 2.5, "everything")
+    logits = make(world, "reverse_kl", "dense logits", 1.0, "everything")
+    hidden = make(world, "forward_kl", "dense hidden", 1.0, "everything")
+    no_rows = replace(plain, hidden=plain.hidden[:0], targets=[(1.0, plain.targets[0][1].select(torch.arange(0)))])
+    no_rows.options.update(labels=torch.zeros(0, dtype=torch.int64), row_weight=torch.zeros(0))
+    again = make(world, "jsd", "dense hidden", 1.0, "everything")
+    return {
+        "no rows": no_rows,
+        "two targets": replace(again, targets=[(0.3, again.targets[0][1]), (1.7, top_k.targets[0][1])]),
+        "whole teacher, hidden and head": replace(again, sizes=even(world), whole_teacher=True),
+        "whole teacher, logits": replace(make(world, "tvd", "dense logits", 2.5, "plain"), whole_teacher=True),
+        "whole narrower teacher, logits": replace(logits, sizes=even(world), whole_teacher=True),
+        "whole narrower teacher, hidden and head": replace(hidden, sizes=even(world), whole_teacher=True),
+        "chunks from a memory budget": many_rows(world),
+        "one id a rank": one_id_a_rank(world),
+        "bfloat16": narrow_dtype(again, torch.bfloat16),
+        "float32": narrow_dtype(again, torch.float32),
+    }
+
+
+def even(world: int) -> list[int]:
+    return [VOCABULARY // world] * (world - 1) + [VOCABULARY - VOCABULARY // world * (world - 1)]
+
+
+def many_rows(world: int) -> SlicedCall:
+    """By the memory budget alone the rank with one id would take all rows at once, and wait for the others for ever."""
+    torch.manual_seed(5)
+    double = {"dtype": torch.float64}
+    hidden, weight = torch.randn(50, 5, **double), torch.randn(VOCABULARY, 5, **double)
+    teacher = DenseTarget(logits=torch.randn(50, VOCABULARY, **double))
+    budget = 8 * max(SLICES[world]) * 20  # 20 rows of the largest slice
+    return SlicedCall(SLICES[world], hidden, weight, [(1.0, teacher)], chunk_bytes=budget)
+
+
+def one_id_a_rank(world: int) -> SlicedCall:
+    """The teacher is uniform; the student is too but for the first id, which has three times the mass of any other."""
+    weight = torch.zeros(world, 1, dtype=torch.float64)
+    weight[0] = math.log(3.0)
+    teacher = DenseTarget(logits=torch.zeros(1, world, dtype=torch.float64))
+    return SlicedCall([1] * world, torch.ones(1, 1, dtype=torch.float64), weight, [(1.0, teacher)])
+
+
+def narrow_dtype(call: SlicedCall, dtype: torch.dtype) -> SlicedCall:
+    ((share, t),) = call.targets
+    target = replace(t, hidden=t.hidden.to(dtype), weight=t.weight.to(dtype), bias=t.bias.to(dtype))
+    options = {**call.options, "row_weight": call.options["row_weight"].float()}
+    parts = {name: getattr(call, name).to(dtype) for name in ("hidden", "weight", "bias")}
+    return replace(call, **parts, targets=[(share, target)], options=options)
+
+
+def calls(world: int) -> dict[str, SlicedCall]:
+    named = {" · ".join(map(str, cell)): make(world, *cell) for cell in grid()}
+    return {**named, **special(world)}
+
+
+def traffic_calls(world: int) -> dict[str, SlicedCall]:
+    """One chunk each, in two sizes of vocabulary and of K: what travels must not depend on either."""
+    found = {}
+    for divergence in DIVERGENCES:
+        for kind in KINDS:
+            if kind == "sampled" and divergence != "forward_kl":
+                continue
+            for v, k in ((40, 3), (400, 30)):
+                torch.manual_seed(v)
+                logp = torch.randn(ROWS, v).log_softmax(-1)
+                top = logp.topk(k)
+                target = {
+                    "dense hidden": DenseTarget(torch.randn(ROWS, 4), torch.randn(v, 4)),
+                    "dense logits": DenseTarget(logits=logp),
+                    "top-k": TopKTarget(top.indices, top.values, torch.log1p(-top.values.exp().sum(-1))),
+                    "sampled": SampledTarget(top.indices, torch.full((ROWS, k), 1 / k)),
+                }[kind]
+                sizes = [v // world] * world
+                base = SlicedCall(sizes, torch.randn(ROWS, 4), torch.randn(v, 4), [(1.0, target)])
+                labels = {"labels": torch.zeros(ROWS, dtype=torch.int64), "ce_weight": 0.5}
+                kinds_of_loss = {
+                    "kd": {},
+                    "kd+ce": labels,
+                    "kd+ce T=2": {**labels, "temperature": 2.0},
+                    "gate": {"entropy_gate": 1.0},
+                }
+                for what, more in kinds_of_loss.items():
+                    if what != "kd" and divergence not in ("forward_kl", "jsd"):
+                        continue
+                    options = {"divergence": divergence, **more}
+                    found[f"{divergence} · {kind} · {what} · {v}"] = replace(base, options=options)
+    return found
+
+
+class Traffic(TorchDispatchMode):
+    """Every collective and how many bytes this rank gives to it, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]  # a gather's output counts too
+            self.seen.append((function.name(), sum(t.numel() * t.itemsize for t in tensors)))
+        return function(*args, **(kwargs or {}))
+
+
+REFUSED = {
+    "cut elsewhere": ([19, 18], [17, 16], "rank 0 has other ids"),
+    "cut elsewhere, into equal parts": ([19, 18], [18, 18], "rank 0 has other ids"),
+    "one slice too wide": ([19, 18], [19, 19], "rank 1 has other ids"),
+    "whole, with more ids than the student": ([19, 18], [38, 38], "the teacher has 38 ids and the student's head 37"),
+}
+
+
+def refusal(name: str, rank: int, group: dist.ProcessGroup) -> str:
+    sizes, widths, _ = REFUSED[name]
+    try:
+        target = DenseTarget(logits=torch.zeros(2, widths[rank]))
+        fused_linear_kd(torch.zeros(2, 3), torch.zeros(sizes[rank], 3), target, group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def work(rank: int, world: int, folder: str) -> None:
+    """One rank: makes every call, writes what it found beside `folder`'s other ranks, and leaves the group."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    group = dist.group.WORLD
+    assert group is not None
+    found: dict[str, Any] = {"results": {name: call.run(rank, group) for name, call in calls(world).items()}}
+    if world == 2:
+        found["traffic"] = {}
+        for name, call in traffic_calls(world).items():
+            with Traffic() as traffic:
+                call.run(rank, group)
+            found["traffic"][name] = traffic.seen
+        found["refusals"] = {name: refusal(name, rank, group) for name in REFUSED}
+    draft = Path(folder) / f"{rank}.draft"
+    torch.save(found, draft)
+    draft.rename(Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
