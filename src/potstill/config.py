@@ -66,7 +66,9 @@ class StudentConfig(Section):
     )
     revision: str | None = Field(None, description="hub revision of `model` or `from`")
     tokenizer: str | None = Field(None, description="folder, `shipped:NAME` or hub id; default: the model's own")
-    dtype: Dtype = Field("float32", description="dtype the student's weights are kept and trained in")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype the student's weights are kept and trained in"
+    )
     attn_implementation: str | None = Field(
         None, description="eager, sdpa, flash_attention_2, …; default: the model's own"
     )
@@ -313,8 +315,9 @@ class Recipe(Section):
     def _whole(self) -> Recipe:
         if self.train.epochs is not None and any(s.weight is not None for s in self.data.sources):
             raise ValueError("train.epochs reads every source whole, so weights have no meaning: use train.steps")
-        if not self.teachers and self.ce_weight == 0:
-            raise ValueError("there is no teacher and loss.ce_weight is 0: nothing to learn from")
+        if self.ce_weight == 0 and (not self.teachers or self.loss.kd_weight == 0):
+            why = "loss.kd_weight is 0" if self.teachers else "there is no teacher"
+            raise ValueError(f"{why} and loss.ce_weight is 0: nothing to learn from")
         return self
 
     @property

@@ -71,8 +71,14 @@ def damage(folder: Path) -> str | None:
     try:
         expected: dict[str, Any] = json.loads((folder / MANIFEST).read_text())["files"]
         found = _checksums(folder, sync=False)
-    except (OSError, ValueError, KeyError) as error:
+    except FileNotFoundError:
+        return "its manifest is missing"
+    except (ValueError, KeyError) as error:
         return f"its manifest cannot be read ({error})"
+    except OSError as error:  # a disk that does not answer is no proof that the data are lost
+        raise PotstillError(
+            f"cannot read {folder} ({error.strerror or error}): nothing was changed; try again"
+        ) from error
     for name, entry in expected.items():
         if name not in found:
             return f"{name} is missing"

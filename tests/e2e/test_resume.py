@@ -180,9 +180,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped bit": (lambda c: _flip(next((c / "state").glob("*.distcp"))), "__0_0.distcp is not what was written"),
     "truncated": (lambda c: os.truncate(c / "model" / "model.safetensors", 1000), "model.safetensors is not what was"),
     "no progress": (lambda c: (c / "progress.json").unlink(), "progress.json is missing"),
-    "no manifest": (lambda c: (c / "manifest.json").unlink(), "its manifest cannot be read"),
+    "no manifest": (lambda c: (c / "manifest.json").unlink(), "its manifest is missing"),
     "torn manifest": (lambda c: os.truncate(c / "manifest.json", 30), "its manifest cannot be read"),
-    "empty folder": (lambda c: (shutil.rmtree(c), c.mkdir()), "its manifest cannot be read"),
+    "empty folder": (lambda c: (shutil.rmtree(c), c.mkdir()), "its manifest is missing"),
 }
 
 

@@ -38,9 +38,9 @@ def test_hidden_and_head_give_the_models_logits(changes):
 
 def test_unknown_logits_are_refused(monkeypatch):
     """A model that does something to its logits we do not know: here Granite's scaling, unknown to us."""
-    from potstill import models
+    from potstill.models import probe
 
-    monkeypatch.setattr(models, "HEAD_KEYS", {})
+    monkeypatch.setattr(probe, "HEAD_KEYS", {})
     with pytest.raises(PotstillError, match="between its last hidden state and its logits"):
         tiny(0, model_type="granite", logits_scaling=4.0)
 

@@ -11,8 +11,8 @@ from potstill.training.optimizer import Float32Muon, lr_factor, make_optimizers,
 @pytest.mark.parametrize(
     ("shape", "points"),
     [
-        ("constant", {0: 0.2, 3: 0.8, 4: 1.0, 60: 1.0, 103: 1.0}),
-        ("linear", {4: 1.0, 54: 0.55, 104: 0.1, 200: 0.1}),
+        ("constant", {0: 0.2, 3: 0.8, 4: 1.0, 60: 1.0, 104: 1.0}),
+        ("linear", {4: 1.0, 54: 0.55, 104: 0.1}),
         ("cosine", {4: 1.0, 54: 0.55, 29: 0.1 + 0.9 * 0.8535533905932737, 104: 0.1}),
         ("wsd", {4: 1.0, 84: 1.0, 94: 0.55, 104: 0.1}),
     ],
@@ -20,7 +20,7 @@ from potstill.training.optimizer import Float32Muon, lr_factor, make_optimizers,
 def test_lr_schedule(shape, points):
     config = LrScheduleConfig(shape=shape, warmup=4, floor=0.1, decay=0.2)
     for step, expected in points.items():
-        assert lr_factor(step, 104, config) == pytest.approx(expected), step
+        assert lr_factor(step, 105, config) == pytest.approx(expected), step
 
 
 def test_schedule_of_a_loss_weight():

@@ -120,8 +120,17 @@ class _FusedLinearKD(torch.autograd.Function):
         return loss, kd, ce
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return (*(None if g is None else g * grad_loss.to(g.dtype) for g in ctx.gradients), None, None)
+        gradients = ctx.gradients
+        if gradients is None:
+            raise RuntimeError("the loss went backward a second time: the first time needs retain_graph=True")
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            return (*(None if g is None else g * grad_loss.to(g.dtype) for g in gradients), None, None)
+        ctx.gradients = None  # nobody needs them again: a head's is large, so it is handed out and scaled where it is
+        if not (grad_loss.device.type == "cpu" and grad_loss == 1.0):
+            gradients = tuple(None if g is None else g.mul_(grad_loss.to(g.dtype)) for g in gradients)
+        return (*gradients, None, None)
 
 
 def _chunks(
@@ -135,7 +144,9 @@ def _chunks(
     if call.columns.group is not None or hidden.device.type != "cpu":
         b = n  # collectives and kernel launches are few when blocks are large
     grad_hidden = torch.empty_like(hidden) if wants[0] else None
-    grad_weight = torch.zeros_like(weight, dtype=compute) if wants[1] else None
+    # The first chunk's product can be the first value, without zeros before it.
+    unfilled = torch.empty_like if rows and hidden.dtype == compute else torch.zeros_like
+    grad_weight = unfilled(weight, dtype=compute) if wants[1] else None
     grad_bias = torch.zeros(vocabulary, dtype=compute, device=hidden.device) if wants[2] else None
     kd = torch.zeros(rows, dtype=compute, device=hidden.device)
     ce = torch.zeros_like(kd)
@@ -166,7 +177,7 @@ def _chunks(
         if grad_hidden is not None:
             torch.mm(grad, weight_h, out=grad_hidden[chunk])
         if grad_weight is not None and hidden.dtype == compute:
-            grad_weight.addmm_(grad.t(), hidden[chunk])
+            torch.addmm(grad_weight, grad.t(), hidden[chunk], beta=1.0 if start else 0.0, out=grad_weight)
         elif grad_weight is not None:
             grad_weight += grad.t() @ hidden[chunk]
         if grad_bias is not None:

@@ -16,6 +16,8 @@ from potstill.losses.divergences import DIVERGENCES, LOG_FLOOR, Block, Knobs, fo
 from potstill.losses.vocab_parallel import Columns
 from potstill.types import DenseTarget, SampledTarget, Target, TopKTarget
 
+LOG2_E = math.log2(math.e)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -151,13 +153,16 @@ def _mass(mass: Tensor) -> Tensor:
     return mass.clamp(min=torch.finfo(mass.dtype).tiny)
 
 
+def _exp(x: Tensor, out: Tensor) -> Tensor:
+    """exp(x) as 2^(x · log₂ e): two passes that take two thirds of the time of torch.exp's one on a CPU."""
+    return torch.mul(x, LOG2_E, out=out).exp2_()
+
+
 def _log_softmax(columns: Columns, *pairs: tuple[Tensor, Tensor]) -> None:
     """Log softmax, floored, in place of each pair's first, and softmax into its second; what they need of other ranks
     travels together. The maximum is taken off before the logarithm, not with it: their sum would round large logits."""
     largest = columns.largest(*(_largest(z) for z, _ in pairs))
-    masses = columns.total(
-        *(torch.exp(z.sub_(m[:, None]), out=out).sum(-1) for (z, out), m in zip(pairs, largest, strict=True))
-    )
+    masses = columns.total(*(_exp(z.sub_(m[:, None]), out).sum(-1) for (z, out), m in zip(pairs, largest, strict=True)))
     for (z, out), mass in zip(pairs, map(_mass, masses), strict=True):
         out.mul_(mass.reciprocal()[:, None])
         z.sub_(mass.log()[:, None]).clamp_(min=LOG_FLOOR)
@@ -166,7 +171,7 @@ def _log_softmax(columns: Columns, *pairs: tuple[Tensor, Tensor]) -> None:
 def _cross_entropy(z: Tensor, labels: Tensor, columns: Columns, out: Tensor) -> tuple[Tensor, Tensor]:
     """−log softmax(z)[label], floored as log-probabilities are, and the softmax in `out`."""
     (largest,) = columns.largest(_largest(z))
-    torch.sub(z, largest[:, None], out=out).exp_()
+    _exp(torch.sub(z, largest[:, None], out=out), out)
     mass, label = columns.total(out.sum(-1), columns.gather(z, labels[:, None], 0.0).squeeze(-1))
     mass = _mass(mass)
     out.mul_(mass.reciprocal()[:, None])
@@ -248,7 +253,7 @@ def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tens
     kept_largest, rest_largest = columns.largest(_largest(kept), _largest(z))
     largest = torch.maximum(kept_largest, rest_largest)
     kept = kept - largest[:, None]
-    z.sub_(rest_largest[:, None]).exp_()  # by its own maximum: however small the rest is, its logarithm is exact
+    _exp(z.sub_(rest_largest[:, None]), z)  # by its own maximum: however small the rest is, its logarithm is exact
     kept_mass, rest_mass = columns.total(kept.exp().sum(-1), z.sum(-1))
     rest = rest_largest - largest + rest_mass.log()
     log_mass = _mass(kept_mass + rest.exp()).log()

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
@@ -82,8 +83,10 @@ class Checkpoints:
                 damaged.append(path)
                 warn(f"checkpoint {path} is damaged ({reason}); trying the one before")
                 continue
-            for bad in damaged:  # out of the way: the run will write this step anew
-                shutil.rmtree(bad)
+            for bad in damaged:  # out of the way, for the run will write this step anew; but not lost
+                aside = bad.with_name(f"damaged-{bad.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                warn(f"moved the damaged {bad.name} to {bad.rename(aside)}")
             progress = Progress(**json.loads((path / "progress.json").read_text()))
             if progress.best_step is not None and not self.at(progress.best_step).exists():
                 progress = replace(progress, best_step=None, best_bits_per_byte=None)  # a later best had replaced it
@@ -95,6 +98,10 @@ class Checkpoints:
 
     def load(self, path: Path, module: nn.Module, optimizers: list[Optimizer]) -> None:
         state = _state(module, optimizers)
+        saved = FileSystemReader(path / "state").read_metadata().state_dict_metadata
+        for mine in state["random"].values():  # a run may go on on another kind of device, which has no state there
+            for kind in [kind for kind in mine if f"random.rank{rank()}.{kind}" not in saved]:
+                del mine[kind]
         try:
             with quiet():
                 state_dict_loader.load(state, checkpoint_id=path / "state", no_dist=not _distributed())
@@ -107,7 +114,7 @@ class Checkpoints:
         for optimizer, groups in zip(optimizers, settings, strict=True):
             for group, setting in zip(optimizer.param_groups, groups, strict=True):
                 group.update(setting)  # the recipe's, which may be new ones with `resume: anyway`
-        _set_random_state(state["random"][f"rank{rank()}"])
+        _set_random_state(state["random"][f"rank{rank()}"], next(module.parameters()).device)
 
     def _settle(self, progress: Progress) -> None:
         """Links and number of checkpoints as they should be with this one the newest; a kill may have come between."""
@@ -126,17 +133,23 @@ def _distributed() -> bool:
 
 def _state(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
     weights, optimizer_state = get_state_dict(module, optimizers)
-    return {"model": weights, "optimizers": optimizer_state, "random": {f"rank{rank()}": _random_state()}}
+    device = next(module.parameters()).device
+    return {"model": weights, "optimizers": optimizer_state, "random": {f"rank{rank()}": _random_state(device)}}
 
 
-def _random_state() -> dict[str, torch.Tensor]:
+def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """Of the CPU and of the device the run is on."""
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        state["mps"] = torch.mps.get_rng_state()
     return state
 
 
-def _set_random_state(state: dict[str, torch.Tensor]) -> None:
+def _set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if "mps" in state:
+        torch.mps.set_rng_state(state["mps"])

@@ -30,7 +30,8 @@ def diagnose(parts: Parts, window: Window, knobs: LossKnobs, step: int) -> str:
             if isinstance(target, DenseTarget) and (what := _not_finite(target)):
                 cause = f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"
                 return f"the loss is not finite at {where}: {cause}{nothing_taken}"
-        loss, _ = parts.module(batch, targets, batch.supervised_tokens, knobs)
+        with parts.autocast():
+            loss, _ = parts.module(batch, targets, batch.supervised_tokens, knobs)
         if not torch.isfinite(loss):
             cause = "the student's own output is not finite: try a lower train.optimizer.lr, or precision fp32"
             return f"the loss is not finite at {where}: {cause}{nothing_taken}"

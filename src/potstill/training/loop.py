@@ -87,7 +87,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, window: Window, run: Run, clock
     teachers = parts.teachers if knobs.kd_weight else []  # a teacher without weight is not asked
     for batch, targets in _ahead(window.batches, teachers, parts.device, clock):
         with clock.of("student"):
-            with torch.autocast(parts.device.type, torch.bfloat16, enabled=recipe.train.precision == "bf16"):
+            with parts.autocast():
                 loss, micro_sums = parts.module(batch, targets, tokens, knobs, stat_rows)
             loss.backward()
             sums += micro_sums

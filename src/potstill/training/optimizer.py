@@ -84,8 +84,7 @@ def lr_factor(step: int, total: int, config: LrScheduleConfig) -> float:
     """Share of the peak learning rate at 0-based `step` of `total`."""
     if step < config.warmup:
         return (step + 1) / (config.warmup + 1)
-    length = max(1, total - config.warmup)
-    done = min(1.0, (step - config.warmup) / length)
+    done = min(1.0, (step - config.warmup) / max(1, total - config.warmup - 1))  # 1 at the last step, total − 1
     if config.shape == "constant":
         return 1.0
     if config.shape == "wsd":

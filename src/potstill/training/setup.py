@@ -30,6 +30,7 @@ from potstill.training.student import StudentLoss
 from potstill.types import Batch, PotstillError
 
 RECIPE = "recipe.yaml"
+OTHER_FOLDER = "run= of a recipe, --out of the quickstart"
 # What may differ when a run goes on: it does not change the steps already taken.
 MAY_CHANGE = ("train.steps:", "train.device:", "checkpoint.", "eval.", "eval:", "log.", "run:")
 
@@ -43,8 +44,12 @@ class Parts:
     module: StudentLoss
     teachers: list[LiveTeacher]
     optimizers: list[Optimizer]
+    precision: str  # fp32 or bf16
     windows: Callable[[dict[str, Any] | None], Windows]  # from a position in the data
     evaluate: Callable[[], dict[str, Any]]
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
 
 def open_run(recipe: Recipe) -> tuple[Run, Checkpoints]:
@@ -54,13 +59,13 @@ def open_run(recipe: Recipe) -> tuple[Run, Checkpoints]:
     used = bool(checkpoints.all())
     if used and recipe.checkpoint.resume == "never":
         raise PotstillError(
-            f"{folder} holds a run already and checkpoint.resume is never: choose another folder with run="
+            f"{folder} holds a run already and checkpoint.resume is never: choose another folder ({OTHER_FOLDER})"
         )
     if used and recipe.checkpoint.resume == "auto":
         changed = [c for c in changed_keys(load_recipe(folder / RECIPE), recipe) if not c.startswith(MAY_CHANGE)]
         if changed:
             raise PotstillError(
-                f"{folder} holds a run with other settings ({'; '.join(changed)}): choose another folder with run=, or "
+                f"{folder} holds a run with other settings ({'; '.join(changed)}): choose another folder ({OTHER_FOLDER}), or "
                 "go on with the new settings with checkpoint.resume=anyway"
             )
     try:
@@ -85,7 +90,7 @@ def _lock(folder: Path) -> None:
     except BlockingIOError:
         os.close(handle)
         raise PotstillError(
-            f"another process is training in {folder}: wait for it, or choose another folder with run="
+            f"another process is training in {folder}: wait for it, or choose another folder ({OTHER_FOLDER})"
         ) from None
     _locks[path] = handle
 
@@ -128,7 +133,8 @@ def assemble(recipe: Recipe) -> Parts:
         result = evaluate(student, teachers[0] if teachers else None, held_out, device)
         return {**result, "samples": complete(student, recipe.eval.prompts, recipe.eval.max_new_tokens)}
 
-    return Parts(device, student, module, teachers, optimizers, windows, evaluate_student)
+    precision = recipe.train.precision
+    return Parts(device, student, module, teachers, optimizers, precision, windows, evaluate_student)
 
 
 def resume(recipe: Recipe, run: Run, parts: Parts, checkpoints: Checkpoints, console: Console) -> Progress:
@@ -139,6 +145,11 @@ def resume(recipe: Recipe, run: Run, parts: Parts, checkpoints: Checkpoints, con
         progress = Progress(0, 0, None, {}, total, None, None)
     else:
         path, progress = found
+        if recipe.train.steps is not None and recipe.train.steps < progress.step:
+            raise PotstillError(
+                f"train.steps is {recipe.train.steps} and the run in {run.folder} is at step {progress.step} already: choose "
+                f"another folder ({OTHER_FOLDER})"
+            )
         checkpoints.load(path, parts.module, parts.optimizers)
         if recipe.train.steps is not None:
             progress = Progress(**{**vars(progress), "total_steps": recipe.train.steps})

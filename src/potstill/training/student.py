@@ -49,7 +49,10 @@ class StudentLoss(nn.Module):
 
         `divisor` is the number of supervised tokens of the whole step, over all micro-batches and ranks.
         """
-        head = self.student.at_rows(self.student.hidden(batch, batch.rows.student))
+        hidden = self.student.hidden(batch, batch.rows.student)
+        if torch.is_autocast_enabled(hidden.device.type):  # the last norm is float32; the head's products need not be
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        head = self.student.at_rows(hidden)
         assert head.hidden is not None and head.weight is not None
         out = fused_linear_kd(
             head.hidden,

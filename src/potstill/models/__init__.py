@@ -1,0 +1,18 @@
+"""Causal language models: hidden states and a head, loaded, probed, and with tokenizers that were checked."""
+
+from potstill.models.language_model import LanguageModel, hidden_states
+from potstill.models.libraries import quiet
+from potstill.models.loading import check_fit, keep_layers, load_student, load_teacher
+from potstill.models.tokenizer import load_tokenizer, shared_ids
+
+__all__ = [
+    "LanguageModel",
+    "check_fit",
+    "hidden_states",
+    "keep_layers",
+    "load_student",
+    "load_teacher",
+    "load_tokenizer",
+    "quiet",
+    "shared_ids",
+]

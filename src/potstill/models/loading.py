@@ -1,0 +1,151 @@
+"""Students and teachers from the keys of a recipe."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from potstill.config import DataConfig, StudentConfig, TeacherConfig
+from potstill.models.language_model import LanguageModel
+from potstill.models.libraries import cannot_load, quiet, reason
+from potstill.models.probe import probed
+from potstill.models.tokenizer import load_tokenizer
+from potstill.shipped import locate
+from potstill.types import PotstillError
+
+
+def load_student(config: StudentConfig, device: torch.device, seed: int) -> LanguageModel:
+    name = config.model or config.from_
+    where = "student.model" if config.model else "student.from"
+    tokenizer_where = "student.tokenizer" if config.tokenizer else where
+    tokenizer = load_tokenizer(config.tokenizer or name or "", tokenizer_where, config.revision)
+    dtype = getattr(torch, config.dtype)
+    torch.manual_seed(seed)
+    if config.config is not None:
+        model = _fresh(config.config, tokenizer, dtype, config.attn_implementation)
+    else:
+        assert name is not None
+        model = _pretrained(name, where, config, dtype=dtype)
+    if config.layers is not None:
+        keep_layers(model, config.layers)
+    if model.get_input_embeddings().num_embeddings < len(tokenizer):
+        raise PotstillError(
+            f"the student has {model.get_input_embeddings().num_embeddings} embeddings and its tokenizer {len(tokenizer)} "
+            "ids: give it the tokenizer it was trained with (student.tokenizer)"
+        )
+    return probed(model.to(device), tokenizer, "the student")
+
+
+def load_teacher(config: TeacherConfig, device: torch.device, where: str) -> LanguageModel:
+    options: dict[str, Any] = {"dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)}
+    if config.dtype == "auto" and device.type == "cpu":
+        options["dtype"] = torch.float32
+    if config.quantize is not None:
+        options["quantization_config"] = _quantization(config.quantize, where)
+        options["device_map"] = {"": device}
+    model = _pretrained(config.model, f"{where}.model", config, **options)
+    if config.quantize is None:
+        model.to(device)
+    model.eval().requires_grad_(False)
+    tokenizer = load_tokenizer(config.model, f"{where}.model", config.revision)
+    return probed(model, tokenizer, f"the teacher {config.model}")
+
+
+def _pretrained(name: str, where: str, config: StudentConfig | TeacherConfig, **options: Any) -> PreTrainedModel:
+    if config.attn_implementation:
+        options["attn_implementation"] = config.attn_implementation
+    try:
+        with quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                locate(name),
+                revision=config.revision,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                **options,
+            )
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise cannot_load(name, where, "model", error) from error
+    # transformers would fill these with random numbers and go on.
+    absent = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise PotstillError(f"{where}: the weights in {name} lack {absent[0]}{more}, or hold them in another shape")
+    return model
+
+
+def _fresh(
+    keys: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype, attn: str | None
+) -> PreTrainedModel:
+    keys = dict(keys)
+    kind = keys.pop("model_type")
+    try:
+        known = AutoConfig.for_model(kind).to_dict()
+    except ValueError:
+        raise PotstillError(f"student.config.model_type: transformers has no model type {kind!r}") from None
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise PotstillError(f"student.config.{key}: a {kind} config has no such key{hint}")
+    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
+    options = {"attn_implementation": attn} if attn else {}
+    try:
+        config = AutoConfig.for_model(kind, **{"vocab_size": len(tokenizer), **ids, **keys})
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    except Exception as error:  # the values reach the code of each architecture, which may raise anything
+        raise PotstillError(f"student.config: transformers makes no {kind} model of it ({reason(error)})") from error
+
+
+def keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
+    """Keep only the chosen layers of a model, in the order given."""
+    depth = model.config.num_hidden_layers
+    wrong = [i for i in layers if i >= depth]
+    if wrong:
+        raise PotstillError(f"student.layers: {wrong} are not layers of a model with {depth} (0 to {depth - 1})")
+    stacks = [(n, m) for n, m in model.base_model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    if len(stacks) != 1:
+        raise PotstillError(f"student.from: cannot tell which part of a {model.config.model_type} model its layers are")
+    name, stack = stacks[0]
+    kept = nn.ModuleList([stack[i] for i in layers])
+    for index, layer in enumerate(kept):
+        for module in layer.modules():
+            if "layer_idx" in vars(module):
+                vars(module)["layer_idx"] = index
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.base_model.get_submodule(parent), attribute, kept)
+    for key, value in model.config.to_dict().items():
+        if isinstance(value, list) and len(value) == depth:  # layer_types and the like
+            setattr(model.config, key, [value[i] for i in layers])
+    model.config.num_hidden_layers = len(layers)
+
+
+def _quantization(bits: str, where: str) -> Any:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise PotstillError(f"{where}.quantize needs bitsandbytes: pip install 'potstill[quant]'") from None
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_8bit=bits == "8bit", load_in_4bit=bits == "4bit")
+
+
+def check_fit(data: DataConfig, key: str, who: str, language_model: LanguageModel) -> None:
+    """Refuse data that a model cannot read: sequences beyond its positions, packing it would see through."""
+    limit = language_model.positions
+    if limit is not None and data.max_length > limit:
+        raise PotstillError(
+            f"{key}.max_length is {data.max_length} and {who} has {limit} positions: set {key}.max_length to {limit} or less"
+        )
+    if data.packing and language_model.masks == "own":
+        raise PotstillError(
+            f"{key}.packing: {who} ({language_model.model.config.model_type}, "
+            f"{language_model.model.config._attn_implementation} attention) cannot keep packed documents apart: set "
+            f"{key}.packing to false, or attn_implementation to sdpa where the model has it"
+        )
