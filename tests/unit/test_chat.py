@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from tiny_tokenizer import CHATML, ids, tiny_tokenizer
 
 from potstill.config import DataConfig, SourceConfig
@@ -43,6 +46,18 @@ LAST_ONLY_EOS = (
     "{% for m in messages %}{{ m.role + ': ' + m.content }}{{ eos_token if loop.last and m.role == 'assistant' else '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+# As DeepSeek-V3's: a call is shown where the content is none.
+CALLS_WITHOUT_CONTENT = CHATML.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m['content'] is none %}{{ '<|im_start|>assistant\\n' + m.tool_calls[0].function.name"
+    " + m.tool_calls[0].function.arguments + '<|im_end|>\\n' }}{% else %}",
+).replace("{% endfor %}", "{% endif %}{% endfor %}")
+CALLS_AFTER_CONTENT = CHATML.replace(
+    "m.content", "m.content + (m.tool_calls | map(attribute='function.name') | join if m.tool_calls else '')"
+)
+WRITES_NONE = CALLS_AFTER_CONTENT.replace("m.content +", "m.content | string +")
+ASSETS = Path(os.environ.get("POTSTILL_ASSETS", Path(__file__).parents[3] / "shared" / "assets")) / "tokenizers"
 
 U1, A1, U2, A2 = (
     {"role": "user", "content": "Hi"},
@@ -162,6 +177,72 @@ def test_tool_calls_are_supervised_and_tools_that_move_are_noticed() -> None:
         + "<|im_start|>assistant\n«It is 4<|im_end|>»",
     )
     check(earlier, second)
+
+
+def called(content: str | None, arguments: Any = '{"city": "Paris", "unit": null}') -> list[dict[str, Any]]:
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    return [U1, {"role": "assistant", "content": content, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_call_without_words_is_given_as_the_template_knows_it(content: str | None) -> None:
+    asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    (example,) = examples(CALLS_WITHOUT_CONTENT, called(content))
+    check(example, asked + '«get_weather{"city": "Paris", "unit": null}<|im_end|>»\n')
+    assert example.messages == called(content)
+    for template in (CALLS_AFTER_CONTENT, WRITES_NONE):
+        (example,) = examples(template, called(content))
+        check(example, asked + "«get_weather<|im_end|>»\n")
+
+
+@pytest.mark.parametrize("content", [None, "", "Let me see."])
+def test_a_template_that_drops_a_call_is_an_error(content: str | None) -> None:
+    message = r"line 1: .*the chat template drops the call of get_weather from message 2, so the student would not"
+    with pytest.raises(PotstillError, match=message):
+        examples(CHATML, called(content))
+    if content:
+        with pytest.raises(PotstillError, match=message):
+            examples(CALLS_WITHOUT_CONTENT, called(content))
+
+
+def test_a_template_that_drops_what_a_turn_says_is_an_error_unless_it_is_thinking() -> None:
+    with pytest.raises(PotstillError, match=r'line 1: the chat template drops "It is 4" from message 2'):
+        examples(TOOLS, [U1, {"role": "assistant", "content": " It is 4\n", "tool_calls": [{"name": "add"}]}])
+    strips = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
+    for content in ("<think>x</think>Yes", "x</think>\n\nYes", "Yes"):
+        (example,) = examples(strips, [U1, {"role": "assistant", "content": content}])
+        assert example.text.endswith("Yes<|im_end|>\n")
+    with pytest.raises(PotstillError, match=r'drops "Well." from message 2'):
+        examples(strips, [U1, {"role": "assistant", "content": "Well. <think>x</think>Yes"}])
+
+
+def real_spans(name: str, messages: list[dict[str, Any]]) -> list[str]:
+    if not (ASSETS / name).exists():
+        pytest.skip(f"{ASSETS / name} is not there")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ASSETS / name)
+    texts = ChatRenderer(tokenizer).render(read_messages(messages, "f"), None, "f")
+    return [text.text[begin:end] for text in texts for begin, end in text.spans]
+
+
+def test_deepseek_v3_shows_its_calls() -> None:
+    arguments = '{"city": "Paris", "unit": null}'
+    for content in (None, ""):
+        (span,) = real_spans("deepseek_v3", called(content))
+        assert span == (
+            f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{arguments}\n```"
+            "<｜tool▁call▁end｜>"
+        )
+    with pytest.raises(PotstillError, match=r"f: .*not .dict.*drops the call of get_weather from message 2"):
+        real_spans("deepseek_v3", called(None, {"city": "Paris"}))
+
+
+def test_qwen3_shows_its_calls_and_phi_4_has_none_to_show() -> None:
+    (span,) = real_spans("qwen3", called(None, {"city": "Paris"}))
+    assert '{"name": "get_weather", "arguments": {"city": "Paris"}}' in span
+    assert len(real_spans("qwen3", [U1, A1, U2, A2])) == 2
+    with pytest.raises(PotstillError, match="drops the call of get_weather from message 2"):
+        real_spans("phi-4", called(None))
+    assert real_spans("phi-4", [U1, A1]) == ["<think>x</think>Hé!<|im_end|>"]
 
 
 def test_a_header_is_not_supervised_when_the_generation_prompt_says_more_than_the_turn() -> None:

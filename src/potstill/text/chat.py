@@ -4,13 +4,17 @@ What a turn was answered from is `render(messages[:i])` with the generation prom
 `render(messages[:i + 1])` has beyond that. Most templates only ever append, so that one text serves all turns. Some
 rewrite what came before (they strip the thinking of earlier turns, or move the tools to the last question): a turn that
 the whole conversation no longer shows as it was given becomes a text of its own.
+
+Templates drop what they do not know, without a word: a student would be taught to answer nothing. So what a turn says and
+the functions it calls must be found in its span.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from potstill.types import PotstillError
@@ -18,6 +22,8 @@ from potstill.types import PotstillError
 Message = Mapping[str, Any]
 
 RESERVED = ("add_generation_prompt", "continue_final_message", "conversation", "return_dict", "tokenize", "tools")
+# A template may leave thinking out, or open the thought in the generation prompt. A thought may lack its opening mark.
+THINKING = re.compile(r"<think>.*?</think>|^(?:(?!<think>).)*</think>|<think>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,19 @@ class ChatRenderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> list[Rendered]:
         """The texts of a conversation, the whole of it first; none when there is no assistant turn."""
+        refused: list[str] = []
+        for spelled in _spellings(messages):
+            try:
+                texts = self._texts(spelled, tools, where)
+            except PotstillError as error:
+                refused.append(str(error).removeprefix(f"{where}: "))
+                continue
+            # The messages stay as they were given: they are what keys are made of.
+            return [replace(text, messages=messages[: len(text.messages)]) for text in texts]
+        other = f"; with null and the empty string exchanged, {refused[-1]}" if len(set(refused)) > 1 else ""
+        raise PotstillError(f"{where}: {refused[0]}{other}")
+
+    def _texts(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> list[Rendered]:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             return []
@@ -58,6 +77,7 @@ class ChatRenderer:
         for i in reversed(turns):
             full = whole if i + 1 == len(messages) else self._apply(messages[: i + 1], tools, where)
             begin, end = self._span(messages, i, full, tools, where)
+            _check_shown(messages[i], full[begin:end], f"message {i + 1}", where)
             length = next((n for n, text in texts.items() if text.startswith(full[:end])), i + 1)
             texts.setdefault(length, full)
             spans.setdefault(length, {})[i] = (begin, end)
@@ -130,6 +150,42 @@ class ChatRenderer:
         return text
 
 
+def _spellings(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """The messages as they were given, then with the other way to say that a call comes without words: some templates
+    know null only, others the empty string only."""
+    yield messages
+    silent = [not message["content"] and bool(message.get("tool_calls")) for message in messages]
+    for content in ("", None):
+        if any(empty and message["content"] != content for empty, message in zip(silent, messages, strict=True)):
+            yield [
+                {**message, "content": content} if empty else message
+                for empty, message in zip(silent, messages, strict=True)
+            ]
+
+
+def _check_shown(message: Message, span: str, name: str, where: str) -> None:
+    """What the message says, but for its thinking, and the functions it calls are in its span of the text."""
+    content = message["content"]
+    calls = message.get("tool_calls") or []
+    dropped = None
+    if isinstance(content, str):
+        lost = [part.strip() for part in THINKING.split(content) if part.strip() not in span]
+        if lost:
+            dropped = f"{json.dumps(lost[0][:40], ensure_ascii=False)} from {name}"
+    elif content is None and "None" in span and "None" not in str(calls):
+        raise PotstillError(f"{where}: the chat template writes None where {name} has no content")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        function_name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(function_name, str) and function_name not in span:
+            dropped = f"the call of {function_name} from {name}"
+    if dropped:
+        raise PotstillError(
+            f"{where}: the chat template drops {dropped}, so the student would not learn it; use a tokenizer whose "
+            "template shows it (student.tokenizer), or leave such records out"
+        )
+
+
 def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
     """The messages of a record, checked. Keys without a value are left out: columnar files add them everywhere."""
     value = _from_json(value)
@@ -143,7 +199,7 @@ def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
         if not isinstance(message.get("content"), str | list):
             if "content" in message or not message.get("tool_calls"):
                 raise PotstillError(f"{where}: message {number} ({message['role']}) has no text as its content")
-            message["content"] = ""
+            message["content"] = None  # there, because a template may ask whether it is none
         messages.append(message)
     return messages
 
