@@ -15,6 +15,7 @@ from tiny_models import write_jsonl
 from tiny_runs import InterruptAt, Interrupted, TinyRuns, assert_same_run, lines, steps_on_disk, weights
 
 import potstill
+from potstill import files
 from potstill.data import pipeline
 from potstill.training import checkpoint
 from potstill.training.run import Callback, Run
@@ -287,3 +288,44 @@ def test_progress_says_where_the_data_stands(finished: TinyRuns) -> None:
     last = lines(finished.folder / "whole" / "metrics.jsonl")[-1]
     assert (progress["step"], progress["total_steps"]) == (8, 8)
     assert progress["tokens"] == last["tokens"] == progress["counts"]["supervised_tokens"] > 8 * 4 * 20
+
+
+def test_a_disk_that_does_not_answer_is_no_damage(
+    finished: TinyRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished.folder / "whole", run, symlinks=True)
+
+    def refuses(folder: Path, sync: bool) -> dict[str, Any]:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "_checksums", refuses)
+        with pytest.raises(
+            PotstillError, match=r"cannot read .*step-00000008 \(Input/output error\): nothing was changed"
+        ):
+            potstill.train(finished.recipe("whole", f"run={run}"))
+    assert steps_on_disk(run) == [6, 8]
+
+
+def test_a_damaged_checkpoint_is_moved_aside_not_removed(finished: TinyRuns, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished.folder / "whole", run, symlinks=True)
+    newest = run / "checkpoints" / "step-00000008"
+    (newest / "progress.json").unlink()
+    potstill.train(finished.recipe("whole", f"run={run}"))
+    assert (run / "checkpoints" / "damaged-step-00000008" / "model" / "model.safetensors").exists()
+    assert steps_on_disk(run) == [6, 8]
+
+
+def test_fewer_steps_than_were_taken_are_refused(finished: TinyRuns) -> None:
+    with pytest.raises(PotstillError, match=r"train\.steps is 4 and the run in .* is at step 8 already"):
+        potstill.train(finished.recipe("whole", "train.steps=4"))
+
+
+def test_a_run_goes_on_where_the_device_has_other_random_state(runs: TinyRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint from a CPU read on a device with a random state of its own, which the checkpoint does not have."""
+    potstill.train(runs.recipe("run", "train.steps=2"))
+    real = checkpoint._random_state
+    monkeypatch.setattr(checkpoint, "_random_state", lambda device: {**real(device), "cuda": real(device)["cpu"]})
+    assert potstill.train(runs.recipe("run", "train.steps=2")).step == 2

@@ -302,3 +302,11 @@ def test_paths_are_text_in_a_recipe_written_in_python(tmp_path):
     )
     assert (recipe.run, recipe.student.model) == (str(tmp_path), str(tmp_path))
     assert recipe.data.sources[0].files == str(tmp_path / "a.txt")
+
+
+def test_nothing_to_learn_from_is_refused():
+    keys = {"student": {"model": "x"}, "data": {"sources": [{"files": "a.txt"}]}, "train": {"steps": 1}}
+    with pytest.raises(PotstillError, match=r"there is no teacher and loss\.ce_weight is 0"):
+        load_recipe({**keys, "loss": {"ce_weight": 0}})
+    with pytest.raises(PotstillError, match=r"loss\.kd_weight is 0 and loss\.ce_weight is 0: nothing to learn from"):
+        load_recipe({**keys, "teachers": [{"model": "y"}], "loss": {"kd_weight": 0}})
