@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def test_llama_3_has_one_bos_from_its_template() -> None:
 
 def test_tool_calls_are_supervised_and_tools_that_move_are_noticed() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": None}]}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}], "refusal": None}
     result, answer = {"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4"}
     shown = '[[{"type": "function", "function": {"name": "add"}}]]'
     first = f'{shown}<|im_start|>user\nHi<|im_end|><|im_start|>assistant\n«[{{"name": "add"}}]<|im_end|>»'
@@ -236,9 +237,9 @@ def test_deepseek_v3_shows_its_calls() -> None:
         real_spans("deepseek_v3", called(None, {"city": "Paris"}))
 
 
-def test_qwen3_shows_its_calls_and_phi_4_has_none_to_show() -> None:
-    (span,) = real_spans("qwen3", called(None, {"city": "Paris"}))
-    assert '{"name": "get_weather", "arguments": {"city": "Paris"}}' in span
+def test_qwen3_shows_its_calls_with_their_nulls_and_phi_4_has_none_to_show() -> None:
+    (span,) = real_spans("qwen3", called(None, {"city": "Paris", "unit": None}))
+    assert '{"name": "get_weather", "arguments": {"city": "Paris", "unit": null}}' in span
     assert len(real_spans("qwen3", [U1, A1, U2, A2])) == 2
     with pytest.raises(PotstillError, match="drops the call of get_weather from message 2"):
         real_spans("phi-4", called(None))
@@ -323,9 +324,11 @@ def test_malformed_messages_are_named(value: Any, message: str) -> None:
         read_messages(value, "f, line 1")
 
 
-def test_messages_and_tools_may_be_json_in_a_string_and_nulls_are_left_out() -> None:
+def test_messages_and_tools_may_be_json_in_a_string_and_only_a_messages_own_nulls_are_left_out() -> None:
     assert read_messages('[{"role": "user", "content": "Hi", "tool_calls": null}]', "f") == [U1]
-    assert read_tools('[{"name": "add", "strict": null}]', "f") == [{"name": "add"}]
+    calls = called(None, {"city": "Paris", "unit": None})
+    assert read_messages(calls, "f") == read_messages(json.dumps(calls), "f") == calls
+    assert read_tools('[{"name": "add", "default": null}]', "f") == [{"name": "add", "default": None}]
     assert read_tools(None, "f") is None
     with pytest.raises(PotstillError, match="f is not a list of tools"):
         read_tools("add", "f")

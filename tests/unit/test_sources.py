@@ -107,6 +107,27 @@ def test_only_the_named_columns_of_a_columnar_file_are_read(tmp_path: Path) -> N
     assert [record for record, _, _ in source(files=str(path), text="body").records(0)] == [{"body": "a"}]
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "dataset", "streaming"])
+def test_nulls_deep_in_a_chat_are_padding_in_columns_and_meant_in_json(tmp_path: Path, kind: str) -> None:
+    add = {"name": "add", "arguments": {"a": 1, "b": None}}
+    chats = [[{"role": "assistant", "tool_calls": [add]}], [{"role": "assistant", "tool_calls": [{"name": "now"}]}]]
+    rows = [{"chat": chat, "tools": [{"name": "add", "default": None}], "json": '[{"a": null}]'} for chat in chats]
+    if kind in ("dataset", "streaming"):
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "set"))
+        place: dict[str, Any] = {"dataset": str(tmp_path / "set"), "streaming": kind == "streaming"}
+    else:
+        place = {"files": str(write(tmp_path, kind, rows))}
+    opened = source(**place, messages="chat", tools="tools")
+    if "json" not in kind:
+        del add["arguments"]["b"]  # type: ignore[attr-defined]
+    assert texts(opened, column="chat") == chats
+    assert (
+        texts(opened, column="tools") == [[{"name": "add", "default": None} if "json" in kind else {"name": "add"}]] * 2
+    )
+    assert texts(source(**place, messages="json"), column="json") == ['[{"a": null}]'] * 2
+
+
 def test_a_data_set_folder_is_read_by_split_and_shuffled_whole(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": TEXTS, "more": list(range(700))})

@@ -69,7 +69,8 @@ class Source:
     def _from_file(self, path: str, skip: int) -> Iterator[tuple[int, Record, str]]:
         read = READERS[_suffix(path)]
         try:
-            yield from read(path, skip, list(self.columns), self)
+            for number, record, where in read(path, skip, list(self.columns), self):
+                yield number, self._without_padding(record) if _suffix(path) in COLUMNAR else record, where
         except (OSError, pa.ArrowException, EOFError) as error:
             raise PotstillError(f"{self.key}.files: {path} cannot be read: {first_line(error)}") from error
 
@@ -84,7 +85,7 @@ class Source:
             for number, record in enumerate(rows.skip(start) if start else rows, start):
                 where = f"{name}, record {number + 1}"
                 self.check_columns(record, where)
-                yield number, record, where
+                yield number, self._without_padding(record), where
             return
         size = len(self._dataset)
         order = generator(self.seed, 2, epoch).permutation(size) if self.shuffle else np.arange(size)
@@ -92,13 +93,19 @@ class Source:
             rows_here = order[begin : begin + ROWS_AT_ONCE]
             columns = self._dataset[rows_here.tolist()]
             for offset, row in enumerate(rows_here.tolist()):
-                yield begin + offset, {c: columns[c][offset] for c in self.columns}, f"{name}, record {row + 1}"
+                record = {c: columns[c][offset] for c in self.columns}
+                yield begin + offset, self._without_padding(record), f"{name}, record {row + 1}"
 
     def check_columns(self, there: Collection[str], where: str) -> None:
         """Every column the recipe names is there, or one sentence that says what is there instead."""
         for column, role in self.columns.items():
             if column not in there:
                 raise PotstillError(self._missing(column, role, list(there), where))
+
+    def _without_padding(self, record: Record) -> Record:
+        """Columns of one type give every message and every tool the keys of all others, with null as their value."""
+        nested = ("messages", "tools")
+        return {c: _without_nulls(v) if self.columns.get(c) in nested else v for c, v in record.items()}
 
     def _missing(self, column: str, role: str, there: Sequence[str], where: str) -> str:
         near = difflib.get_close_matches(column, there, 1, 0.5)
@@ -117,6 +124,14 @@ def _columns(config: SourceConfig) -> dict[str, str]:
     }
     columns = {column: role for role, column in named.items() if column is not None}
     return columns or {config.text or "text": "text"}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_nulls(v) for v in value]
+    return value
 
 
 def _word(seed: int, epoch: int) -> int:
@@ -253,6 +268,7 @@ READERS = {
     ".arrow": _read_arrow,
     ".txt": _read_text,
 }
+COLUMNAR = (".parquet", ".arrow")
 
 
 def _load_dataset(config: SourceConfig, key: str) -> Any:

@@ -187,7 +187,8 @@ def _check_shown(message: Message, span: str, name: str, where: str) -> None:
 
 
 def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """The messages of a record, checked. Keys without a value are left out: columnar files add them everywhere."""
+    """The messages of a record, checked. A message's own keys without a value are left out; what is null deeper down, in
+    the arguments of a call, say, was meant."""
     value = _from_json(value)
     if not isinstance(value, list) or not value:
         raise PotstillError(f"{where} is not a list of messages, each with role and content")
@@ -195,7 +196,7 @@ def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
     for number, message in enumerate(value, 1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise PotstillError(f"{where}: message {number} has no role")
-        message = without_nulls(message)
+        message = {key: content for key, content in message.items() if content is not None}
         if not isinstance(message.get("content"), str | list):
             if "content" in message or not message.get("tool_calls"):
                 raise PotstillError(f"{where}: message {number} ({message['role']}) has no text as its content")
@@ -205,19 +206,11 @@ def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def read_tools(value: Any, where: str) -> list[Any] | None:
-    value = without_nulls(_from_json(value))
+    value = _from_json(value)
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise PotstillError(f"{where} is not a list of tools, each a JSON schema")
-    return value
-
-
-def without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None}
-    if isinstance(value, list):
-        return [without_nulls(v) for v in value]
     return value
 
 
