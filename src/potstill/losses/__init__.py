@@ -3,12 +3,14 @@
 from potstill.losses.compare import RowStats, compare_rows
 from potstill.losses.divergences import DIVERGENCES
 from potstill.losses.fused import FusedLoss, fused_linear_kd
+from potstill.losses.kd import KDLoss
 from potstill.types import DenseTarget, SampledTarget, TopKTarget
 
 __all__ = [
     "DIVERGENCES",
     "DenseTarget",
     "FusedLoss",
+    "KDLoss",
     "RowStats",
     "SampledTarget",
     "TopKTarget",
