@@ -21,9 +21,16 @@ def pieces(record: dict[str, Any], max_length: int = 64, piece_bytes: int | None
 
 
 def encode(
-    record: dict[str, Any], *, tokenizer: Any = None, max_length: int = 64, append_eos: bool = True, **kwargs: Any
+    record: dict[str, Any],
+    *,
+    tokenizer: Any = None,
+    max_length: int = 64,
+    append_eos: bool = True,
+    evaluation: bool = False,
+    **kwargs: Any,
 ) -> list[Encoded]:
-    encoder = Encoder(tokenizer or tiny_tokenizer(), max_length=max_length, append_eos=append_eos)
+    tokenizer = tokenizer or tiny_tokenizer()
+    encoder = Encoder(tokenizer, max_length=max_length, append_eos=append_eos, evaluation=evaluation)
     return encoder(pieces(record, max_length, **kwargs))
 
 
@@ -101,8 +108,10 @@ def test_without_bos_the_first_token_of_the_text_is_not_supervised() -> None:
 
 
 def test_only_the_last_piece_of_a_text_ends_with_eos() -> None:
-    for own_eos in (False, True):
-        first, second = encode({"text": "one two"}, tokenizer=tiny_tokenizer(eos=own_eos), piece_bytes=5)
+    for own_eos, append_eos in ((False, True), (True, True), (True, False)):
+        first, second = encode(
+            {"text": "one two"}, tokenizer=tiny_tokenizer(eos=own_eos), append_eos=append_eos, piece_bytes=5
+        )
         assert first.example is not None and second.example is not None
         assert first.example.ids.tolist() == [BOS, *ids("one")]
         assert second.example.ids.tolist() == [BOS, *ids(" two"), EOS]
@@ -118,6 +127,37 @@ def test_a_tokenizer_that_adds_eos_itself_gets_no_second_one() -> None:
     assert example.supervised_bytes == 1
     kept = only(encode({"text": "a"}, tokenizer=tiny_tokenizer(eos=True), append_eos=False))
     assert kept.ids.tolist() == [BOS, *ids("a"), EOS]
+
+
+@pytest.mark.parametrize("own_bos", [False, True])
+@pytest.mark.parametrize("own_eos", [False, True])
+def test_evaluation_scores_all_of_a_text_and_nothing_else(own_bos: bool, own_eos: bool) -> None:
+    tokenizer = tiny_tokenizer(bos=own_bos, eos=own_eos)
+    for named in ("<|bos|>", None):
+        tokenizer.bos_token = named
+        start = BOS if own_bos or named else EOS
+        first, second = encode({"text": "é🚀 two"}, tokenizer=tokenizer, evaluation=True, piece_bytes=7)
+        for encoded, text in ((first, "é🚀"), (second, " two")):
+            assert encoded.example is not None
+            assert encoded.example.ids.tolist() == [start, *ids(text)]
+            assert encoded.example.ids.dtype == np.int32
+            assert encoded.example.supervised.tolist() == [False] + [True] * len(ids(text))
+            assert encoded.example.supervised_bytes == len(text.encode())
+            assert encoded.length == len(ids(text)) + 1
+
+
+def test_evaluation_puts_nothing_before_a_prompt_and_leaves_a_tokenizer_without_marks_alone() -> None:
+    tokenizer = tiny_tokenizer(bos=False)
+    asked = only(encode({"q": "ab", "a": "c"}, tokenizer=tokenizer, evaluation=True, prompt="q", completion="a"))
+    assert asked.ids.tolist() == ids("abc")
+    assert asked.supervised.tolist() == [False, False, True]
+    opened = only(encode({"q": "", "a": "c"}, tokenizer=tokenizer, evaluation=True, prompt="q", completion="a"))
+    assert opened.ids.tolist() == [BOS, *ids("c")]
+    assert opened.supervised_bytes == 1
+    tokenizer.bos_token = tokenizer.eos_token = None
+    bare = only(encode({"text": "abc"}, tokenizer=tokenizer, evaluation=True))
+    assert bare.ids.tolist() == ids("abc")
+    assert bare.supervised.tolist() == [False, True, True]
 
 
 def test_the_completion_is_supervised_with_its_eos_and_an_eos_in_the_prompt_is_not() -> None:

@@ -357,6 +357,20 @@ def test_what_is_cut_dropped_and_split_is_counted(tmp_path: Path) -> None:
     assert (counts["split_conversations"], counts["dropped_examples"]) == (20, 10)
 
 
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("eos", [True, False])
+def test_windows_for_evaluation_score_every_byte_whatever_the_tokenizer_adds(
+    tmp_path: Path, bos: bool, eos: bool
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", documents(50))
+    data = DataConfig(sources=[{"files": path}], max_length=32, piece_bytes=9)
+    found = list(windows(data, tokenizer=tiny_tokenizer(bos=bos, eos=eos), evaluation=True))
+    every = sum(len(r["text"]) for r in documents(50))
+    assert sum(e.supervised_bytes for w in found for b in w.batches for e in b.examples) == every
+    assert found[-1].counts["supervised_tokens"] == every  # a byte is a token here, and eos would be one more
+    assert all(row[0] == BOS for w in found for b in w.batches for row in b.input_ids.tolist())
+
+
 @pytest.mark.parametrize("epochs", [1, None])
 def test_an_empty_data_set_is_an_error_and_no_endless_loop(tmp_path: Path, epochs: int | None) -> None:
     empty = {"files": write_jsonl(tmp_path / "a.jsonl", [])}

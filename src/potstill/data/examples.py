@@ -176,9 +176,13 @@ def _text(record: Mapping[str, Any], column: str, where: str) -> str:
 
 
 class Encoder:
-    """Tokenizes pieces, many at once."""
+    """Tokenizes pieces, many at once.
 
-    def __init__(self, tokenizer: Any, *, max_length: int, append_eos: bool) -> None:
+    For evaluation every token of the text is scored, the first too, and nothing but the text, whatever the tokenizer puts
+    around it: else bits per byte of two tokenizers would be of different bytes.
+    """
+
+    def __init__(self, tokenizer: Any, *, max_length: int, append_eos: bool, evaluation: bool = False) -> None:
         if not tokenizer.is_fast:
             raise PotstillError(
                 f"the tokenizer {tokenizer.name_or_path} has no fast version (tokenizer.json), which is needed to tell "
@@ -186,7 +190,10 @@ class Encoder:
             )
         self._backend = _untrimmed(tokenizer.backend_tokenizer)
         self._max_length = max_length
-        self._eos: int | None = tokenizer.eos_token_id if append_eos else None
+        self._evaluation = evaluation
+        self._eos: int | None = tokenizer.eos_token_id if append_eos and not evaluation else None
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        self._start: int | None = (eos if bos is None else bos) if evaluation else None
         added = tokenizer.added_tokens_decoder
         self._special = np.zeros(max([len(tokenizer), *(i + 1 for i in added)]), dtype=np.bool_)
         self._special[[i for i, token in added.items() if token.special]] = True
@@ -210,8 +217,8 @@ class Encoder:
         text_end = len(ids) - after
         spans[text_end:] = len(piece.text)
         eos = None if piece.template else self._eos
-        if eos is not None and not piece.last:
-            # The text goes on in the next piece, whatever the tokenizer believes.
+        if self._evaluation or not piece.last:
+            # Of a text that goes on in the next piece the tokenizer does not know that this is not its end.
             ids, spans = ids[:text_end], spans[:text_end]
         elif eos is not None and (not len(ids) or ids[-1] != eos):
             ids = np.append(ids, np.int32(eos))
@@ -222,6 +229,9 @@ class Encoder:
             supervised |= (spans[:, 0] >= begin) & (spans[:, 0] < end)
         if not piece.template:
             supervised[text_end:] = True
+        if self._start is not None and not piece.template and before == 0 and supervised[:1].any():
+            ids, supervised = np.append(np.int32(self._start), ids), np.append(False, supervised)
+            spans = np.append([[0, 0]], spans, axis=0)
         supervised[: max(1, before)] = False
         cut = max(0, len(ids) - self._max_length)
         if cut:

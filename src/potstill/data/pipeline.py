@@ -78,6 +78,7 @@ class Windows:
     `epochs=None` goes round without end; with epochs the last window may be smaller. `limit` ends after so many
     examples. A reader that must not stand still between groups wants them `Prefetched(windows, windows.group_windows)`.
     What lies in a window does not depend on `micro_batch_size`. `key` names the section of the recipe in messages.
+    `evaluation` scores all of a text and only the text, without eos.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Windows:
         state: State | None = None,
         limit: int | None = None,
         key: str = "data",
+        evaluation: bool = False,
     ) -> None:
         self._data = data
         self._batch_size = batch_size
@@ -101,7 +103,9 @@ class Windows:
         self._key = key
         self._pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         self.group_windows = max(1, min(GROUP_WINDOWS, GROUP_TOKENS // (batch_size * data.max_length)))
-        self._encode: Encode = Encoder(tokenizer, max_length=data.max_length, append_eos=data.append_eos)
+        self._encode: Encode = Encoder(
+            tokenizer, max_length=data.max_length, append_eos=data.append_eos, evaluation=evaluation
+        )
         self._state = state if state is not None else _beginning(len(data.sources))
         self._blocks = _open(data, tokenizer, seed, epochs, self._state["start"], key)
         self._windows = self._run()

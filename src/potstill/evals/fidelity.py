@@ -74,8 +74,8 @@ def _expected_calibration_error(bins: Tensor) -> float:
 def evaluation_batches(
     data: DataConfig, student: LanguageModel, batch_size: int, limit: int | None, key: str = "eval.data"
 ) -> Iterator[Batch]:
-    """Held-out text in order, once, without the eos that would add tokens which stand for no bytes."""
-    data = data.model_copy(update={"shuffle": False, "append_eos": False})
+    """Held-out text in order, once."""
+    data = data.model_copy(update={"shuffle": False})
     windows = Windows(
         data,
         student.tokenizer,
@@ -85,6 +85,7 @@ def evaluation_batches(
         epochs=1,
         limit=limit,
         key=key,
+        evaluation=True,
     )
     return (batch for window in windows for batch in window.batches)
 
