@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tiny import CPU, LLAMA, TOKENIZER, tiny
+from tiny import CPU, LLAMA, TOKENIZER, batch_of, examples, tiny
 
 from potstill.config import StudentConfig, TeacherConfig
 from potstill.losses.rows import target_logits
-from potstill.models import keep_layers, load_student, load_teacher, load_tokenizer, shared_ids
+from potstill.models import hidden_states, keep_layers, load_student, load_teacher, load_tokenizer, shared_ids
 from potstill.types import PotstillError
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
@@ -43,6 +43,48 @@ def test_unknown_logits_are_refused(monkeypatch):
     monkeypatch.setattr(probe, "HEAD_KEYS", {})
     with pytest.raises(PotstillError, match="between its last hidden state and its logits"):
         tiny(0, model_type="granite", logits_scaling=4.0)
+
+
+NESTED = {
+    "model_type": "gemma3",
+    "text_config": {
+        **{key: value for key, value in LLAMA.items() if key not in ("model_type", "tie_word_embeddings")},
+        "head_dim": 16,
+        "sliding_window": 40,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "vision_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+}
+
+
+def test_config_of_the_text_nested_in_another_is_the_one_read():
+    """At 120 tokens, beyond the window of 40, which the short documents of the probe would never feel."""
+    student = load_student(StudentConfig(config=NESTED, tokenizer=TOKENIZER), CPU, 0)
+    assert student.masks == "blocks" and student.positions == 128
+    assert student.model.config.text_config.sliding_window == 40
+    assert student.model.get_input_embeddings().num_embeddings == 2048
+    for parameter in student.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    batch = batch_of(*examples([120, 120]))
+    with torch.no_grad():
+        own = hidden_states(student.model.eval(), batch, "own")
+        torch.testing.assert_close(hidden_states(student.model, batch, "blocks"), own)
+        student.model.config.text_config.sliding_window = None  # the window is felt
+        assert (hidden_states(student.model, batch, "blocks") - own).abs().max() > 1e-3
+    hidden_states(student.model.train(), batch, "blocks").sum().backward()
+
+
+@pytest.mark.parametrize("who", ["backbone", "whole"])
+def test_a_forward_pass_that_fails_is_a_sentence(who, monkeypatch):
+    """Llama 4, say, whose backbone gives no last_hidden_state."""
+    from transformers import LlamaForCausalLM, LlamaModel
+
+    def forward(self, *args, **keys):
+        raise AttributeError("no such\nlast_hidden_state")
+
+    monkeypatch.setattr(LlamaModel if who == "backbone" else LlamaForCausalLM, "forward", forward)
+    with pytest.raises(PotstillError, match=r"the student \(llama\) cannot be used: .* fails \(no such\)$"):
+        tiny(0)
 
 
 def test_model_without_attention_is_used_one_document_a_row():

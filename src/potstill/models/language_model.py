@@ -40,7 +40,7 @@ class LanguageModel:
     @property
     def positions(self) -> int | None:
         """The longest sequence it can read, where it says (`hasattr`: some configs map the name to one of their own)."""
-        config = self.model.config
+        config = self.model.config.get_text_config()
         return config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
 
 
@@ -49,13 +49,17 @@ def hidden_states(model: PreTrainedModel, batch: Batch, masks: str) -> Tensor:
     inputs: dict[str, Any] = {"input_ids": batch.input_ids}
     if masks == "blocks":
         inputs["position_ids"] = batch.position_ids
-        inputs["attention_mask"] = block_masks(model.config, batch.document, next(model.parameters()).dtype)
+        inputs["attention_mask"] = block_masks(
+            model.config.get_text_config(), batch.document, next(model.parameters()).dtype
+        )
     return model.base_model(**inputs, use_cache=False).last_hidden_state
 
 
 def block_masks(config: Any, document_BL: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
     """Causal attention inside each document, made on the device without reading from it. Models that mix kinds of layers
-    take one mask a kind. Right padding is document 0: it attends to itself, and nothing attends to it."""
+    take one mask a kind. Right padding is document 0: it attends to itself, and nothing attends to it.
+
+    `config` is the one of the text: models that also see nest it in theirs."""
     keys = config.to_dict()
     place = torch.arange(document_BL.shape[1], device=document_BL.device)
     distance = place[:, None] - place[None, :]

@@ -94,10 +94,15 @@ def _fresh(
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise PotstillError(f"student.config.{key}: a {kind} config has no such key{hint}")
-    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
+    filled = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
+    filled["vocab_size"] = len(tokenizer)
     options = {"attn_implementation": attn} if attn else {}
     try:
-        config = AutoConfig.for_model(kind, **{"vocab_size": len(tokenizer), **ids, **keys})
+        if "text_config" in known:
+            keys["text_config"] = {**filled, **keys.get("text_config", {})}
+        else:
+            keys = {**filled, **keys}
+        config = AutoConfig.for_model(kind, **keys)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     except Exception as error:  # the values reach the code of each architecture, which may raise anything
         raise PotstillError(f"student.config: transformers makes no {kind} model of it ({reason(error)})") from error
@@ -105,7 +110,8 @@ def _fresh(
 
 def keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
     """Keep only the chosen layers of a model, in the order given."""
-    depth = model.config.num_hidden_layers
+    config = model.config.get_text_config()
+    depth = config.num_hidden_layers
     wrong = [i for i in layers if i >= depth]
     if wrong:
         raise PotstillError(f"student.layers: {wrong} are not layers of a model with {depth} (0 to {depth - 1})")
@@ -120,10 +126,10 @@ def keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
                 vars(module)["layer_idx"] = index
     parent, _, attribute = name.rpartition(".")
     setattr(model.base_model.get_submodule(parent), attribute, kept)
-    for key, value in model.config.to_dict().items():
+    for key, value in config.to_dict().items():
         if isinstance(value, list) and len(value) == depth:  # layer_types and the like
-            setattr(model.config, key, [value[i] for i in layers])
-    model.config.num_hidden_layers = len(layers)
+            setattr(config, key, [value[i] for i in layers])
+    config.num_hidden_layers = len(layers)
 
 
 def _quantization(bits: str, where: str) -> Any:
@@ -144,8 +150,8 @@ def check_fit(data: DataConfig, key: str, who: str, language_model: LanguageMode
             f"{key}.max_length is {data.max_length} and {who} has {limit} positions: set {key}.max_length to {limit} or less"
         )
     if data.packing and language_model.masks == "own":
+        config = language_model.model.config
         raise PotstillError(
-            f"{key}.packing: {who} ({language_model.model.config.model_type}, "
-            f"{language_model.model.config._attn_implementation} attention) cannot keep packed documents apart: set "
-            f"{key}.packing to false, or attn_implementation to sdpa where the model has it"
+            f"{key}.packing: {who} ({config.model_type}, {config.get_text_config()._attn_implementation} attention) cannot "
+            f"keep packed documents apart: set {key}.packing to false, or attn_implementation to sdpa where the model has it"
         )

@@ -12,11 +12,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from potstill.losses.rows import head_logits
 from potstill.models.language_model import LanguageModel, hidden_states
+from potstill.models.libraries import reason
 from potstill.types import Batch, DenseTarget, PotstillError, Rows
 
 # Config keys that change logits after the head's product: key → (field of the head, value from the key's value).
 HEAD_KEYS = {
     "final_logit_softcapping": ("softcap", float),  # Gemma 2 and 3
+    "logits_soft_cap": ("softcap", float),  # RecurrentGemma
+    "output_logit_soft_cap": ("softcap", float),  # xLSTM
     "logits_scaling": ("logit_scale", lambda x: 1.0 / x),  # Granite, MiniCPM
     "logit_scale": ("logit_scale", float),  # Cohere
     "lm_head_multiplier": ("logit_scale", float),  # Falcon-H1
@@ -25,16 +28,22 @@ HEAD_KEYS = {
 
 def probed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, who: str) -> LanguageModel:
     """Find out how the model takes masks, and check that head(hidden) is what it calls its logits."""
-    keys = model.config.to_dict()
+    keys = model.config.get_text_config().to_dict()
     head = {field: make(keys[key]) for key, (field, make) in HEAD_KEYS.items() if keys.get(key) is not None}
     language_model = LanguageModel(model, tokenizer, head, "own")
     training = model.training
     model.eval()
     with torch.no_grad():
         single, packed = _probe_batches(keys, model.device)
-        own = hidden_states(model, single, "own")
-        logits = model(input_ids=single.input_ids, use_cache=False).logits
-        ours = head_logits(own.flatten(0, 1), **_head_of(language_model.at_rows(own.flatten(0, 1))))
+        try:
+            own = hidden_states(model, single, "own")
+            logits = model(input_ids=single.input_ids, use_cache=False).logits
+            ours = head_logits(own.flatten(0, 1), **_head_of(language_model.at_rows(own.flatten(0, 1))))
+        except Exception as error:  # the code of each architecture, which may raise anything
+            raise PotstillError(
+                f"{who} ({model.config.model_type}) cannot be used: trying it on a short text, to get its hidden states "
+                f"and its logits, fails ({reason(error)})"
+            ) from error
         if not torch.isfinite(logits).all():
             raise PotstillError(
                 f"{who} ({model.config.model_type}, {str(model.dtype).removeprefix('torch.')}) gives logits that are not "
@@ -45,7 +54,7 @@ def probed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, who: str)
                 f"{who} ({model.config.model_type}) does something between its last hidden state and its logits that potstill "
                 "does not know; its loss would be wrong"
             )
-        if _takes_block_masks(model, keys, single, packed):
+        if _takes_block_masks(model, single, packed):
             language_model.masks = "blocks"
     model.train(training)
     return language_model
@@ -74,14 +83,16 @@ def _probe_batches(keys: Mapping[str, Any], device: torch.device) -> tuple[Batch
     return single, packed
 
 
-def _takes_block_masks(model: PreTrainedModel, keys: Mapping[str, Any], single: Batch, packed: Batch) -> bool:
+def _takes_block_masks(model: PreTrainedModel, single: Batch, packed: Batch) -> bool:
+    config = model.config.get_text_config()
+    keys = config.to_dict()
     kinds = set(keys.get("layer_types") or ["full_attention"])
     known = {"full_attention", "sliding_attention"}
-    if model.config._attn_implementation not in ("sdpa", "eager") or not kinds <= known:
+    if config._attn_implementation not in ("sdpa", "eager") or not kinds <= known:
         return False
     window = keys.get("sliding_window")
     if window is not None:  # one that these short documents feel
-        model.config.sliding_window = 5
+        config.sliding_window = 5
     try:
         own = hidden_states(model, single, "own")
         alone, together = hidden_states(model, single, "blocks"), hidden_states(model, packed, "blocks")
@@ -89,7 +100,7 @@ def _takes_block_masks(model: PreTrainedModel, keys: Mapping[str, Any], single: 
         return False  # a model whose forward takes no such mask; it is then used with one document a row
     finally:
         if window is not None:
-            model.config.sliding_window = window
+            config.sliding_window = window
     return _close(alone, own) and _close(together.view_as(own), own)
 
 
