@@ -194,6 +194,18 @@ def test_epochs_cover_every_example_once_each(tmp_path: Path, packing: bool, shu
     assert count == len(one) == seen[-1]
 
 
+def test_the_same_chats_through_two_templates_are_counted_each(tmp_path: Path) -> None:
+    chats = [
+        [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a" * (1 + i % 7)}] for i in range(60)
+    ]
+    source = {"files": write_jsonl(tmp_path / "a.jsonl", [{"chat": chat} for chat in chats]), "messages": "chat"}
+    longer = source | {"chat_template_kwargs": {"mood": "x" * 60}}
+    data = DataConfig(sources=[source, longer], max_length=200, shuffle=False)
+    tokenizer = tiny_tokenizer(chat_template="{{ mood | default('') }}" + CHATML)
+    found = list(windows(data, tokenizer=tokenizer, batch_size=2))
+    assert count_windows(data, tokenizer, batch_size=2, seed=0, epochs=1) == len(found)
+
+
 def test_without_shuffling_documents_come_in_order(tmp_path: Path) -> None:
     records = [{"text": f"{i:06}"} for i in range(100)]
     data = DataConfig(sources=[{"files": write_jsonl(tmp_path / "a.jsonl", records)}], max_length=8, shuffle=False)

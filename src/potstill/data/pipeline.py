@@ -8,9 +8,10 @@ then come in random order. A state says where the group begins in the stream, an
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -303,13 +304,20 @@ class LengthsOnly:
 
     def __init__(self, encode: Encode) -> None:
         self._encode = encode
-        self._known: dict[tuple[str, bool], Encoded] = {}
+        self._known: dict[bytes, tuple[bool, int, int]] = {}
 
     def __call__(self, pieces: Sequence[Piece]) -> list[Encoded]:
-        new = [piece for piece in pieces if (piece.key, piece.last) not in self._known]
-        for piece, encoded in zip(new, self._encode(new), strict=True):
-            self._known[piece.key, piece.last] = replace(encoded, piece=_NO_TEXT, example=None)
-        return [self._known[piece.key, piece.last] for piece in pieces]
+        digests = [_digest(piece) for piece in pieces]
+        new = {digest: piece for digest, piece in zip(digests, pieces, strict=True) if digest not in self._known}
+        for digest, encoded in zip(new, self._encode(list(new.values())), strict=True):
+            self._known[digest] = (encoded.kept, encoded.length, encoded.cut)
+        return [Encoded(_NO_TEXT, *self._known[digest]) for digest in digests]
+
+
+def _digest(piece: Piece) -> bytes:
+    """Of what is encoded. A piece's key does not do: it is of a chat before its template."""
+    flags = repr((piece.spans, piece.template, piece.last, piece.dropped))
+    return hashlib.blake2b(f"{flags}\n{piece.text}".encode(), digest_size=16).digest()
 
 
 _NO_TEXT = Piece("", "")
