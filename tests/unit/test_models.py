@@ -184,3 +184,57 @@ def test_missing_models_and_tokenizers_say_where(tmp_path):
         load_student(StudentConfig(model=str(tmp_path / "nothing")), CPU, 0)
     with pytest.raises(PotstillError, match=r"bytes-3k does not ship with potstill; what does: "):
         load_tokenizer("shipped:tokenizers/bytes-3k", "student.tokenizer")
+
+
+def saved_tokenizer(folder, edit):
+    """The shipped tokenizer with an edited tokenizer.json, in a folder of its own."""
+    tokenizer = load_tokenizer(TOKENIZER, "student.tokenizer")
+    swapped(tokenizer, edit)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_tokenizer_that_its_config_calls_another_is_read_from_its_file(tmp_path):
+    """As DeepSeek-V3's, which AutoTokenizer makes a Llama tokenizer that drops spaces and all that is not ASCII."""
+    import json
+
+    right = load_tokenizer(TOKENIZER, "student.tokenizer")
+    right.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": "LlamaTokenizerFast"}))
+    text = "Hello wörld, 日本語 spaces here"
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids != right(text).input_ids
+    loaded = load_tokenizer(str(tmp_path), "student.tokenizer")
+    assert loaded(text).input_ids == right(text).input_ids
+    assert loaded.decode(loaded(text, add_special_tokens=False).input_ids) == text
+    assert (loaded.bos_token, loaded.eos_token, loaded.pad_token) == (right.bos_token, right.eos_token, right.pad_token)
+    loaded.save_pretrained(tmp_path / "again")  # what an export writes can be read by all
+    assert AutoTokenizer.from_pretrained(tmp_path / "again")(text).input_ids == right(text).input_ids
+
+
+def test_tokenizer_that_loses_text_is_refused(tmp_path):
+    def drop_letters(content):
+        cut = {"type": "Split", "pattern": {"Regex": "[^ -~]"}, "behavior": "Removed", "invert": False}
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [cut, content["pre_tokenizer"]]}
+
+    def drop_spaces(content):
+        cut = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [cut, content["pre_tokenizer"]]}
+
+    with pytest.raises(PotstillError, match=r"student\.tokenizer: .* loses text: it reads 'wörld,' as 'wrld,'"):
+        load_tokenizer(saved_tokenizer(tmp_path / "letters", drop_letters), "student.tokenizer")
+    with pytest.raises(PotstillError, match="loses the spaces between words"):
+        load_tokenizer(saved_tokenizer(tmp_path / "spaces", drop_spaces), "student.tokenizer")
+
+
+def test_normalisers_and_unknown_words_are_no_loss(tmp_path):
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "hello": 1, "2024": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.normalizer = normalizers.Lowercase()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path), "student.tokenizer")("Hello you 2024").input_ids == [1, 0, 2]

@@ -5,22 +5,99 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import cached_file
 
 from potstill.models.language_model import LanguageModel
 from potstill.models.libraries import cannot_load
 from potstill.shipped import locate
 from potstill.types import PotstillError
 
+WORDS = ("Hello", "wörld,", "日本語", "spaces", "don't", "2024", "x=1;")  # what a tokenizer is tried on
 
-def load_tokenizer(name: str, where: str, revision: str | None = None) -> PreTrainedTokenizerFast:
+
+def load_tokenizer(
+    name: str, where: str, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerFast:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(locate(name), revision=revision)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(locate(name), revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
         raise cannot_load(name, where, "tokenizer", error) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise PotstillError(f"{where}: {name} has no fast tokenizer (tokenizer.json), which potstill needs")
+    tokenizer = _as_its_file_says(tokenizer, name, where, revision)
+    _check_keeps_text(tokenizer, f"{where}: the tokenizer of {name}")
     return tokenizer
+
+
+def _as_its_file_says(
+    tokenizer: PreTrainedTokenizerFast, name: str, where: str, revision: str | None
+) -> PreTrainedTokenizerFast:
+    """The tokenizer, or another of the plain class where the class that its config names cuts text in another way than the
+    tokenizer.json beside it, which is what the model was trained with (DeepSeek-V3's names Llama's)."""
+    file = cached_file(
+        locate(name),
+        "tokenizer.json",
+        revision=revision,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if file is None:
+        return tokenizer
+    text = " ".join(WORDS)
+    backend = tokenizers.Tokenizer.from_file(file)
+    backend.no_padding()
+    backend.no_truncation()
+    right = backend.encode(text, add_special_tokens=False).ids
+    if _ids(tokenizer, text) == right:
+        return tokenizer
+    try:
+        plain = PreTrainedTokenizerFast.from_pretrained(locate(name), revision=revision)
+        if get_tokenizer_config(locate(name), revision=revision).get("add_bos_token"):
+            plain.add_bos_token = True  # the named class would do so; the plain one reads it from no config
+    except (OSError, ValueError) as error:
+        raise cannot_load(name, where, "tokenizer", error) from error
+    if _ids(plain, text) != right:
+        raise PotstillError(
+            f"{where}: transformers reads the tokenizer of {name} so that it cuts text in another way than its own "
+            "tokenizer.json: mend tokenizer_class in its tokenizer_config.json"
+        )
+    return plain
+
+
+def _check_keeps_text(tokenizer: PreTrainedTokenizerFast, who: str) -> None:
+    """Refuse a tokenizer that leaves characters or the spaces between words out without a trace. What its own normaliser
+    does (lower case, NFC) is no loss; nor is an unknown token, which the model was trained to read in their place."""
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    for word in WORDS:
+        ids = _ids(tokenizer, word)
+        meant = word if normalizer is None else normalizer.normalize_str(word)
+        back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        if _unspaced(back) != _unspaced(meant) and not _has_unknown(tokenizer, ids):
+            raise PotstillError(
+                f"{who} loses text: it reads {word!r} as {back!r}; its files are broken, or not read as meant"
+            )
+    apart, together = _ids(tokenizer, " ".join(WORDS)), _ids(tokenizer, "".join(WORDS))
+    if apart == together and not _has_unknown(tokenizer, apart):
+        raise PotstillError(f"{who} loses the spaces between words; its files are broken, or not read as meant")
+
+
+def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _has_unknown(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> bool:
+    model = _content(tokenizer)["model"]
+    if "unk_id" in model:  # Unigram
+        return model["unk_id"] in ids
+    return model.get("unk_token") is not None and tokenizer.convert_tokens_to_ids(model["unk_token"]) in ids
+
+
+def _unspaced(text: str) -> str:
+    return "".join(text.replace("▁", " ").split())  # SentencePiece's space, which a normaliser may put in
 
 
 def shared_ids(student: LanguageModel, teacher: LanguageModel, where: str) -> int:
