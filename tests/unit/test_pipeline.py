@@ -343,6 +343,22 @@ def test_a_state_is_small_and_of_the_same_sources(tmp_path: Path) -> None:
         windows(more, state=states[0])
 
 
+def test_data_that_changed_since_the_state_was_taken_is_refused_or_allowed(tmp_path: Path) -> None:
+    kept = {"files": write_jsonl(tmp_path / "a.jsonl", documents(20, "a"))}
+    other = {"files": write_jsonl(tmp_path / "b.jsonl", documents(20, "b"))}
+    data = DataConfig(sources=[kept, other], max_length=32, shuffle=False)
+    first, second, *_ = windows(data)
+    assert next(windows(data, state=first.state)).state == second.state
+    write_jsonl(tmp_path / "b.jsonl", documents(21, "b"))
+    with pytest.raises(PotstillError) as error:
+        windows(data, state=first.state)
+    assert str(error.value).startswith("data.sources[1] is not what the run began with (then 1 file of ")
+    assert "run=" in str(error.value) and "checkpoint.resume=anyway" in str(error.value)
+    on = next(windows(data, state=first.state, changed_data_ok=True))
+    assert on.counts["examples"] == first.counts["examples"] + len(texts(on))
+    assert list(windows(data, state=on.state))  # from here on the changed data is what the run has
+
+
 def test_what_is_cut_dropped_and_split_is_counted(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "abcdefgh"}, {"text": ""}, {"text": "ab"}])
     data = DataConfig(sources=[{"files": path}], max_length=6)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,37 @@ def test_several_files_come_in_another_order_each_epoch_and_begin_again_in_the_m
     records = list(opened.records(1))
     for i, (_, _, position) in enumerate(records):
         assert texts(source(shuffle=True, files=pattern), 1, position) == epochs[1][i:]
+
+
+def test_a_fingerprint_is_of_names_sizes_and_rows_and_not_of_places_and_times(tmp_path: Path) -> None:
+    def of(**config: Any) -> str | None:
+        return source(**config).fingerprint()
+
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, "parquet", [{"text": "a"}])
+        write(tmp_path / folder, "jsonl", [{"text": "a"}])
+    files = [str(tmp_path / "x" / "a.*"), str(tmp_path / "y" / "a.*")]
+    before = of(files=files[0])
+    assert before is not None and before.startswith("2 files of ")
+    os.utime(tmp_path / "x" / "a.jsonl", (1, 1))
+    assert of(files=files[0]) == of(files=files[1]) == before
+    write(tmp_path / "y", "jsonl", [{"text": "a"}, {"text": "b"}])
+    (tmp_path / "x" / "a.jsonl").rename(tmp_path / "x" / "a.b.jsonl")
+    assert len({before, of(files=files[0]), of(files=files[1])}) == 3
+    with pytest.raises(PotstillError, match=r"sources\[0\].files: .*bad.parquet cannot be read"):
+        (tmp_path / "bad.parquet").write_bytes(b"no")
+        of(files=str(tmp_path / "bad.parquet"))
+
+
+def test_the_fingerprint_of_a_data_set_is_its_own_and_a_stream_has_none(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    for name, count in (("a", 5), ("b", 6)):
+        datasets.Dataset.from_dict({"text": TEXTS[:count]}).save_to_disk(str(tmp_path / name))
+    a, again, b = (source(dataset=str(tmp_path / name)).fingerprint() for name in "aab")
+    assert a == again != b
+    assert a is not None and a.startswith("5 rows, ")
+    assert source(dataset=str(tmp_path / "a"), streaming=True).fingerprint() is None
 
 
 def test_globs_may_reach_into_folders(tmp_path: Path) -> None:

@@ -230,8 +230,8 @@ class Encoder:
         if not piece.template:
             supervised[text_end:] = True
         if self._start is not None and not piece.template and before == 0 and supervised[:1].any():
-            ids, supervised = np.append(np.int32(self._start), ids), np.append(False, supervised)
-            spans = np.append([[0, 0]], spans, axis=0)
+            ids, supervised = np.insert(ids, 0, self._start), np.insert(supervised, 0, False)
+            spans = np.insert(spans, 0, 0, axis=0)
         supervised[: max(1, before)] = False
         cut = max(0, len(ids) - self._max_length)
         if cut:

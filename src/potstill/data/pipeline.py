@@ -79,7 +79,8 @@ class Windows:
     `epochs=None` goes round without end; with epochs the last window may be smaller. `limit` ends after so many
     examples. A reader that must not stand still between groups wants them `Prefetched(windows, windows.group_windows)`.
     What lies in a window does not depend on `micro_batch_size`. `key` names the section of the recipe in messages.
-    `evaluation` scores all of a text and only the text, without eos.
+    `evaluation` scores all of a text and only the text, without eos. A `state` of sources that have changed since is
+    refused unless `changed_data_ok`.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Windows:
         limit: int | None = None,
         key: str = "data",
         evaluation: bool = False,
+        changed_data_ok: bool = False,
     ) -> None:
         self._data = data
         self._batch_size = batch_size
@@ -108,7 +110,14 @@ class Windows:
             tokenizer, max_length=data.max_length, append_eos=data.append_eos, evaluation=evaluation
         )
         self._state = state if state is not None else _beginning(len(data.sources))
-        self._blocks = _open(data, tokenizer, seed, epochs, self._state["start"], key)
+        sources = [
+            Source(config, f"{key}.sources[{index}]", seed=seed, shuffle=data.shuffle)
+            for index, config in enumerate(data.sources)
+        ]
+        self._blocks = _open(data, sources, tokenizer, seed, epochs, self._state["start"], key)
+        self._fingerprints = [source.fingerprint() for source in sources]
+        if state is not None and not changed_data_ok:
+            _check_unchanged(sources, state["fingerprints"], self._fingerprints)
         self._windows = self._run()
 
     def __iter__(self) -> Iterator[Window]:
@@ -145,7 +154,8 @@ class Windows:
                 totals = {name: counts[name] for name in COUNTS}
                 state = group.after if number == len(group.windows) else {**group.before, "windows": number}
                 epoch = max(item.place.block.epoch for item in items)
-                yield Window(batches, {**state, "counts": totals}, totals, epoch)
+                state = {**state, "counts": totals, "fingerprints": self._fingerprints}
+                yield Window(batches, state, totals, epoch)
             done = 0
 
     def _groups(self) -> Iterator[Group]:
@@ -329,7 +339,25 @@ def _beginning(sources: int) -> State:
     return {"start": start, "read": 0, "left": [], "kept": 0, "group": 0, "windows": 0, "counts": {}}
 
 
-def _open(data: DataConfig, tokenizer: Any, seed: int, epochs: int | None, start: State, key: str) -> Blocks:
+def _check_unchanged(sources: Sequence[Source], then: Sequence[str | None], now: Sequence[str | None]) -> None:
+    for source, before, after in zip(sources, then, now, strict=True):
+        if before != after:
+            raise PotstillError(
+                f"{source.key} is not what the run began with (then {before or 'a stream'}; now {after or 'a stream'}), "
+                "so the run's place in it means nothing; put the data back, choose another folder with run=, or go on "
+                "all the same with checkpoint.resume=anyway"
+            )
+
+
+def _open(
+    data: DataConfig,
+    sources: Sequence[Source],
+    tokenizer: Any,
+    seed: int,
+    epochs: int | None,
+    start: State,
+    key: str,
+) -> Blocks:
     """The sources of `data` as one stream, from `start` on."""
     weights = [source.weight for source in data.sources if source.weight is not None]
     if weights and epochs is not None:
@@ -340,11 +368,9 @@ def _open(data: DataConfig, tokenizer: Any, seed: int, epochs: int | None, start
             f"{key}.sources: the saved state is of {len(positions)} sources, the recipe has {len(data.sources)}"
         )
     cursors = []
-    for index, config in enumerate(data.sources):
-        name = f"{key}.sources[{index}]"
-        source = Source(config, name, seed=seed, shuffle=data.shuffle)
-        maker = piece_maker(data, config, name, tokenizer)
-        cursors.append(Cursor(source, maker, positions[index]))
+    for source, position in zip(sources, positions, strict=True):
+        maker = piece_maker(data, source.config, source.key, tokenizer)
+        cursors.append(Cursor(source, maker, position))
     mixture = Mixture(cursors, weights or None, seed=seed, epochs=epochs, state=start["mixture"])
     return Blocks(mixture, seed=seed, size=data.shuffle_buffer, shuffle=data.shuffle, state=start)
 

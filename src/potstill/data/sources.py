@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import glob
 import gzip
+import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -48,6 +49,7 @@ class Source:
         self.shuffle = shuffle
         self.columns = _columns(config)
         self._dataset: Any = None
+        self._dataset_fingerprint = ""
         self._paths = _paths(config.files, key) if config.files is not None else []
 
     def records(self, epoch: int, start: Position = (0, 0)) -> Iterator[tuple[Record, str, Position]]:
@@ -66,6 +68,38 @@ class Source:
                 self.check_columns(record, where)
                 yield record, where, (part, number)
 
+    def fingerprint(self) -> str | None:
+        """What is to be read, short, to notice that it has changed; None of a stream, which shows only what it gives."""
+        if self.config.streaming:
+            return None
+        if self.config.dataset is not None:
+            rows = self._opened(self.config.dataset)
+            return f"{len(rows)} rows, {self._dataset_fingerprint}"
+        files = [(os.path.basename(path), os.path.getsize(path), self._rows_of(path)) for path in self._paths]
+        digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
+        total = sum(size for _, size, _ in files)
+        return f"{len(files)} {'file' if len(files) == 1 else 'files'} of {total} bytes, {digest}"
+
+    def _rows_of(self, path: str) -> int | None:
+        """Of a parquet file, which says so in its last bytes."""
+        if _suffix(path) != ".parquet":
+            return None
+        try:
+            return int(pq.read_metadata(path).num_rows)
+        except (OSError, pa.ArrowException) as error:
+            raise PotstillError(f"{self.key}.files: {path} cannot be read: {first_line(error)}") from error
+
+    def _opened(self, name: str) -> Any:
+        if self._dataset is None:
+            dataset = _load_dataset(self.config, self.key)
+            if not self.config.streaming:
+                self._dataset_fingerprint = dataset._fingerprint  # of all columns, before some are chosen
+            if dataset.column_names is not None:
+                self.check_columns(dataset.column_names, f"the data set {name}")
+                dataset = dataset.select_columns(list(self.columns))
+            self._dataset = dataset
+        return self._dataset
+
     def _from_file(self, path: str, skip: int) -> Iterator[tuple[int, Record, str]]:
         read = READERS[_suffix(path)]
         try:
@@ -75,23 +109,19 @@ class Source:
             raise PotstillError(f"{self.key}.files: {path} cannot be read: {first_line(error)}") from error
 
     def _from_dataset(self, name: str, epoch: int, start: int) -> Iterator[tuple[int, Record, str]]:
-        if self._dataset is None:
-            self._dataset = _load_dataset(self.config, self.key)
-            if self._dataset.column_names is not None:
-                self.check_columns(self._dataset.column_names, f"the data set {name}")
-                self._dataset = self._dataset.select_columns(list(self.columns))
+        dataset = self._opened(name)
         if self.config.streaming:
-            rows = self._dataset.shuffle(seed=_word(self.seed, epoch), buffer_size=1) if self.shuffle else self._dataset
+            rows = dataset.shuffle(seed=_word(self.seed, epoch), buffer_size=1) if self.shuffle else dataset
             for number, record in enumerate(rows.skip(start) if start else rows, start):
                 where = f"{name}, record {number + 1}"
                 self.check_columns(record, where)
                 yield number, self._without_padding(record), where
             return
-        size = len(self._dataset)
+        size = len(dataset)
         order = generator(self.seed, 2, epoch).permutation(size) if self.shuffle else np.arange(size)
         for begin in range(start, size, ROWS_AT_ONCE):
             rows_here = order[begin : begin + ROWS_AT_ONCE]
-            columns = self._dataset[rows_here.tolist()]
+            columns = dataset[rows_here.tolist()]
             for offset, row in enumerate(rows_here.tolist()):
                 record = {c: columns[c][offset] for c in self.columns}
                 yield begin + offset, self._without_padding(record), f"{name}, record {row + 1}"
