@@ -125,6 +125,44 @@ def test_student_from_chosen_layers(config, tmp_path):
         load_student(StudentConfig.model_validate({"from": str(tmp_path), "layers": [0, 5]}), CPU, 0)
 
 
+DEEPSEEK = {
+    **{key: value for key, value in LLAMA.items() if key != "tie_word_embeddings"},
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+
+def test_layers_that_the_config_cannot_describe_are_refused():
+    """Its first layer is dense, whatever layer it was: experts in that place would be loaded as something else."""
+    whole = load_student(StudentConfig(config=DEEPSEEK, tokenizer=TOKENIZER), CPU, 0)
+    with pytest.raises(
+        PotstillError, match=r"cannot describe a model of layers \[1, 2\]; .* another model\.layers\.0\.mlp"
+    ):
+        keep_layers(whole.model, [1, 2])
+    whole = load_student(StudentConfig(config=DEEPSEEK, tokenizer=TOKENIZER), CPU, 0)
+    keep_layers(whole.model, [0, 3])
+
+
+def test_only_lists_over_the_layers_are_cut():
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    changes = {"layer_types": kinds, "num_hidden_layers": 3, "eos_token_id": [1, 2, 3], "sliding_window": 8}
+    student = tiny(0, model_type="gemma3_text", head_dim=16, **changes)
+    keep_layers(student.model, [0, 2])
+    assert student.model.config.layer_types == ["sliding_attention", "full_attention"]
+    assert student.model.config.eos_token_id == [1, 2, 3]
+
+
 def test_teacher_saved_in_float16_is_read_as_float32_on_a_cpu(tmp_path):
     teacher = tiny(0)
     teacher.model.half().save_pretrained(tmp_path)
@@ -177,6 +215,43 @@ def test_extra_ids_at_the_end_are_left_out():
     student, teacher = tiny(0), tiny(1, vocab_size=2060)
     teacher.tokenizer.add_tokens(["<|extra|>"], special_tokens=True)
     assert shared_ids(student, teacher, "teachers[0]") == 2048
+
+
+def test_ids_that_the_teacher_does_not_have_are_refused():
+    student, teacher = tiny(0, vocab_size=2060), tiny(1, vocab_size=2060)
+    student.tokenizer.add_tokens(["<|extra|>", "<|more|>"], special_tokens=True)
+    with pytest.raises(
+        PotstillError, match=r"the student's tokenizer has '<\|extra\|>' \(id 2048\), which the teacher's"
+    ):
+        shared_ids(student, teacher, "teachers[0]")
+
+
+def test_a_teacher_that_would_miss_its_bos_is_refused():
+    student, teacher = tiny(0), tiny(1)
+    swapped(student.tokenizer, lambda content: content.update(post_processor=None))
+    with pytest.raises(PotstillError, match=r"student's tokenizer makes \['H.* of 'Hello' and the teacher's \['<"):
+        shared_ids(student, teacher, "teachers[0]")
+
+
+def test_revision_and_remote_code_reach_the_tokenizer_they_belong_to(monkeypatch, tmp_path):
+    from transformers import AutoTokenizer
+
+    asked = []
+    real = AutoTokenizer.from_pretrained
+
+    def from_pretrained(name, revision, trust_remote_code):
+        asked.append((str(name) == str(tmp_path), revision, trust_remote_code))
+        return real(name)
+
+    saved = tiny(0)
+    saved.model.save_pretrained(tmp_path)
+    saved.tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    keys = {"model": str(tmp_path), "revision": "v2", "trust_remote_code": True}
+    load_student(StudentConfig(**keys), CPU, 0)
+    load_student(StudentConfig(**keys, tokenizer=TOKENIZER), CPU, 0)
+    load_teacher(TeacherConfig(**keys), CPU, "teachers[0]")
+    assert asked == [(True, "v2", True), (False, None, True), (True, "v2", True)]
 
 
 def test_missing_models_and_tokenizers_say_where(tmp_path):

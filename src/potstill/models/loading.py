@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping
 from typing import Any
@@ -20,11 +21,15 @@ from potstill.shipped import locate
 from potstill.types import PotstillError
 
 
-def load_student(config: StudentConfig, device: torch.device, seed: int) -> LanguageModel:
+def load_student(config: StudentConfig, device: torch.device, seed: int, key: str | None = None) -> LanguageModel:
+    """`key`: what messages call the model's name where it is from no recipe."""
     name = config.model or config.from_
-    where = "student.model" if config.model else "student.from"
-    tokenizer_where = "student.tokenizer" if config.tokenizer else where
-    tokenizer = load_tokenizer(config.tokenizer or name or "", tokenizer_where, config.revision)
+    where = key or ("student.model" if config.model else "student.from")
+    if config.tokenizer is None or config.tokenizer == name:
+        assert name is not None
+        tokenizer = load_tokenizer(name, where, config.revision, config.trust_remote_code)
+    else:  # of another repository, where the model's revision means nothing
+        tokenizer = load_tokenizer(config.tokenizer, "student.tokenizer", None, config.trust_remote_code)
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(seed)
     if config.config is not None:
@@ -42,18 +47,20 @@ def load_student(config: StudentConfig, device: torch.device, seed: int) -> Lang
     return probed(model.to(device), tokenizer, "the student")
 
 
-def load_teacher(config: TeacherConfig, device: torch.device, where: str) -> LanguageModel:
+def load_teacher(config: TeacherConfig, device: torch.device, where: str, key: str | None = None) -> LanguageModel:
+    """`where`: the teacher's place in the recipe; `key`: what messages call its name where it is from no recipe."""
+    key = key or f"{where}.model"
     options: dict[str, Any] = {"dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)}
     if config.dtype == "auto" and device.type == "cpu":
         options["dtype"] = torch.float32
     if config.quantize is not None:
         options["quantization_config"] = _quantization(config.quantize, where)
         options["device_map"] = {"": device}
-    model = _pretrained(config.model, f"{where}.model", config, **options)
+    model = _pretrained(config.model, key, config, **options)
     if config.quantize is None:
         model.to(device)
     model.eval().requires_grad_(False)
-    tokenizer = load_tokenizer(config.model, f"{where}.model", config.revision)
+    tokenizer = load_tokenizer(config.model, key, config.revision, config.trust_remote_code)
     return probed(model, tokenizer, f"the teacher {config.model}")
 
 
@@ -127,9 +134,28 @@ def keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
     parent, _, attribute = name.rpartition(".")
     setattr(model.base_model.get_submodule(parent), attribute, kept)
     for key, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == depth:  # layer_types and the like
+        if "layer" in key and isinstance(value, list) and len(value) == depth:  # layer_types and the like
             setattr(config, key, [value[i] for i in layers])
     config.num_hidden_layers = len(layers)
+    _check_config_builds(model, layers)
+
+
+def _check_config_builds(model: PreTrainedModel, layers: list[int]) -> None:
+    """Refuse a choice of layers that the config cannot describe: saved, it would be loaded as another architecture."""
+    try:
+        with torch.device("meta"):
+            built = type(model)(copy.deepcopy(model.config))
+    except Exception as error:  # the code of each architecture, which may raise anything
+        raise PotstillError(
+            f"student.layers: transformers makes no {model.config.model_type} model of layers {layers} ({reason(error)})"
+        ) from error
+    ours, theirs = ({name: t.shape for name, t in m.state_dict().items()} for m in (model, built))
+    differing = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
+    if differing:
+        raise PotstillError(
+            f"student.layers: a {model.config.model_type} config cannot describe a model of layers {layers}; saved, it would "
+            f"be loaded with another {differing[0]}: keep layers of its kinds in the places where the whole model has them"
+        )
 
 
 def _quantization(bits: str, where: str) -> Any:

@@ -80,8 +80,9 @@ def _check_keeps_text(tokenizer: PreTrainedTokenizerFast, who: str) -> None:
             raise PotstillError(
                 f"{who} loses text: it reads {word!r} as {back!r}; its files are broken, or not read as meant"
             )
-    apart, together = _ids(tokenizer, " ".join(WORDS)), _ids(tokenizer, "".join(WORDS))
-    if apart == together and not _has_unknown(tokenizer, apart):
+    ids = _ids(tokenizer, " ".join(WORDS))
+    back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    if len(back.replace("▁", " ").split()) == 1 and not _has_unknown(tokenizer, ids):
         raise PotstillError(f"{who} loses the spaces between words; its files are broken, or not read as meant")
 
 
@@ -104,7 +105,8 @@ def shared_ids(student: LanguageModel, teacher: LanguageModel, where: str) -> in
     """How many ids both tokenizers give the same meaning; an error when they are not the same tokenizer.
 
     Compared by content: the same text must give the same ids, and each id must stand for the same token. Extra ids at the
-    end of either (added tokens, padding of the matrices) are left out of the divergence."""
+    end of the teacher's (added tokens, padding of the matrices) are left out of the divergence; the teacher could not read
+    such ids of the student's."""
     ours, theirs = _content(student.tokenizer), _content(teacher.tokenizer)
     mine, other = student.tokenizer.convert_ids_to_tokens, teacher.tokenizer.convert_ids_to_tokens
     width = min(len(student.tokenizer), len(teacher.tokenizer))
@@ -119,10 +121,22 @@ def shared_ids(student: LanguageModel, teacher: LanguageModel, where: str) -> in
         raise PotstillError(
             f"{where}: the teacher's tokenizer has the student's tokens but cuts text differently ({', '.join(differing)})"
         )
+    if len(student.tokenizer) > width:
+        raise PotstillError(
+            f"{where}: the student's tokenizer has {mine(width)!r} (id {width}), which the teacher's has not, so the teacher "
+            "could not read it: take the teacher's tokenizer for the student (student.tokenizer)"
+        )
+    framed, expected = mine(student.tokenizer(WORDS[0]).input_ids), other(teacher.tokenizer(WORDS[0]).input_ids)
+    if framed != expected:
+        raise PotstillError(
+            f"{where}: the student's tokenizer makes {framed} of {WORDS[0]!r} and the teacher's {expected}, so the teacher "
+            "would read text unlike what it was trained on: take the teacher's tokenizer for the student (student.tokenizer)"
+        )
     for who, language_model in (("student", student), ("teacher", teacher)):
-        rows = language_model.model.get_output_embeddings().weight.shape[0]
+        model = language_model.model
+        rows = min(m.weight.shape[0] for m in (model.get_input_embeddings(), model.get_output_embeddings()))
         if rows < width:
-            raise PotstillError(f"{where}: the {who}'s head has {rows} rows for {width} shared ids")
+            raise PotstillError(f"{where}: the {who} has {rows} embeddings or rows of its head for {width} shared ids")
     return width
 
 

@@ -24,11 +24,14 @@ class LiveTeacher:
         return self.language_model.at_rows(hidden, self.width)
 
 
-def open_teachers(configs: list[TeacherConfig], student: LanguageModel, device: torch.device) -> list[LiveTeacher]:
+def open_teachers(
+    configs: list[TeacherConfig], student: LanguageModel, device: torch.device, key: str | None = None
+) -> list[LiveTeacher]:
+    """`key`: what messages call a teacher that is from no recipe."""
     teachers = []
     for index, config in enumerate(configs):
-        where = f"teachers[{index}]"
-        language_model = load_teacher(config, device, where)
+        where = key or f"teachers[{index}]"
+        language_model = load_teacher(config, device, where, key)
         width = shared_ids(student, language_model, where)
         teachers.append(LiveTeacher(language_model, width, config.model, config.weight))
     return teachers
