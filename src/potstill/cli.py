@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from potstill.config import Dtype
 from potstill.types import PotstillError
 
 app = typer.Typer(
@@ -76,6 +77,13 @@ def evaluate(
         list[str], typer.Option(help="Files (jsonl, parquet, arrow, txt; globs), or a data set folder or name.")
     ],
     teacher: Annotated[str | None, typer.Option(help="Measure KL and agreement against this model.")] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the weights; default: float32, and the teacher's as saved.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code from the hub.")
+    ] = False,
     text: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
     messages: Annotated[str | None, typer.Option(help="Column with chats, instead of --text.")] = None,
     split: Annotated[str, typer.Option(help="Split of a data set.")] = "train",
@@ -97,6 +105,9 @@ def evaluate(
     evaluate_model(
         model,
         teacher=teacher,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
         source=source_of(data, text=text, messages=messages, split=split),
         max_length=max_length,
         piece_bytes=piece_bytes,

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from potstill.config import DataConfig, StudentConfig, TeacherConfig
+from potstill.config import DataConfig, Dtype, StudentConfig, TeacherConfig
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.models import check_fit, load_student
 from potstill.parallel.mesh import pick_device
@@ -18,11 +18,16 @@ from potstill.recipe import checked
 from potstill.teachers.live import open_teachers
 from potstill.types import PotstillError
 
+SUFFIXES = (".jsonl", ".json", ".gz", ".parquet", ".arrow", ".txt")
+
 
 def evaluate_model(
     model: str,
     *,
     teacher: str | None,
+    dtype: Dtype | None,
+    revision: str | None,
+    trust_remote_code: bool,
     source: dict[str, Any],
     max_length: int | None,
     piece_bytes: int | None,
@@ -38,8 +43,10 @@ def evaluate_model(
     keys = {"sources": [source], "max_length": max_length or 1024, "piece_bytes": piece_bytes, "packing": packing}
     data = checked(DataConfig, keys, "--data")
     device = pick_device(device_name)
-    student = load_student(StudentConfig(model=model), device, seed=0)
-    teachers = open_teachers([TeacherConfig(model=teacher)] if teacher else [], student, device)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | ({"dtype": dtype} if dtype else {})
+    student = load_student(StudentConfig(model=model, revision=revision, **options), device, seed=0, key="MODEL")
+    configs = [TeacherConfig(model=teacher, **options)] if teacher else []
+    teachers = open_teachers(configs, student, device, key="--teacher")
     models = [(model, student), *((t.name, t.language_model) for t in teachers)]
     if max_length is None:
         data = data.model_copy(update={"max_length": min([1024, *(m.positions for _, m in models if m.positions)])})
@@ -56,10 +63,12 @@ def evaluate_model(
 
 
 def source_of(data: Sequence[str], **columns: Any) -> dict[str, Any]:
-    """--data as a source: files where they look like files, else a data set."""
-    sets = [d for d in data if not (Path(d).suffix or d.startswith("shipped:") or "*" in d)]
+    """--data as a source: files where they look like files or are some, else a data set (org/data-v1.5, say)."""
+    sets = [d for d in data if not (d.startswith("shipped:") or d.endswith(SUFFIXES) or "*" in d or Path(d).is_file())]
     if sets and len(data) > 1:
-        raise PotstillError(f"--data: {sets[0]} is a data set and can only be given alone; files have a suffix or a *")
+        raise PotstillError(
+            f"--data: {sets[0]} is a data set and can only be given alone; files exist, have a * or end in {' '.join(SUFFIXES)}"
+        )
     where = {"dataset": sets[0]} if sets else {"files": list(data)}
     return {**where, **{key: value for key, value in columns.items() if value is not None}}
 

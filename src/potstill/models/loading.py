@@ -24,6 +24,7 @@ from potstill.types import PotstillError
 def load_student(config: StudentConfig, device: torch.device, seed: int, key: str | None = None) -> LanguageModel:
     """`key`: what messages call the model's name where it is from no recipe."""
     name = config.model or config.from_
+    who = f"the model {name}" if key else "the student"
     where = key or ("student.model" if config.model else "student.from")
     if config.tokenizer is None or config.tokenizer == name:
         assert name is not None
@@ -41,10 +42,10 @@ def load_student(config: StudentConfig, device: torch.device, seed: int, key: st
         keep_layers(model, config.layers)
     if model.get_input_embeddings().num_embeddings < len(tokenizer):
         raise PotstillError(
-            f"the student has {model.get_input_embeddings().num_embeddings} embeddings and its tokenizer {len(tokenizer)} "
-            "ids: give it the tokenizer it was trained with (student.tokenizer)"
+            f"{who} has {model.get_input_embeddings().num_embeddings} embeddings and its tokenizer {len(tokenizer)} ids: give "
+            f"it the tokenizer it was trained with{'' if key else ' (student.tokenizer)'}"
         )
-    return probed(model.to(device), tokenizer, "the student")
+    return probed(model.to(device), tokenizer, who)
 
 
 def load_teacher(config: TeacherConfig, device: torch.device, where: str, key: str | None = None) -> LanguageModel:
