@@ -22,6 +22,7 @@ from potstill.text.chat import ChatRenderer, read_messages, read_tools
 from potstill.types import Example, PotstillError
 
 Pieces = Callable[[Mapping[str, Any], str], "Iterator[Piece]"]
+Encode = Callable[[Sequence["Piece"]], "list[Encoded]"]
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,30 @@ class Encoder:
             source=piece.source,
         )
         return Encoded(piece, True, len(ids), cut, example)
+
+
+class LengthsOnly:
+    """Encodes without keeping examples, and no text twice: a layout depends on lengths alone."""
+
+    def __init__(self, encode: Encode) -> None:
+        self._encode = encode
+        self._known: dict[bytes, tuple[bool, int, int]] = {}
+
+    def __call__(self, pieces: Sequence[Piece]) -> list[Encoded]:
+        digests = [_digest(piece) for piece in pieces]
+        new = {digest: piece for digest, piece in zip(digests, pieces, strict=True) if digest not in self._known}
+        for digest, encoded in zip(new, self._encode(list(new.values())), strict=True):
+            self._known[digest] = (encoded.kept, encoded.length, encoded.cut)
+        return [Encoded(_NO_TEXT, *self._known[digest]) for digest in digests]
+
+
+def _digest(piece: Piece) -> bytes:
+    """Of what is encoded. A piece's key does not do: it is of a chat before its template."""
+    flags = repr((piece.spans, piece.template, piece.last, piece.dropped))
+    return hashlib.blake2b(f"{flags}\n{piece.text}".encode(), digest_size=16).digest()
+
+
+_NO_TEXT = Piece("", "")
 
 
 def _bytes_covered(text: str, spans: npt.NDArray[np.int64]) -> int:

@@ -8,7 +8,6 @@ then come in random order. A state says where the group begins in the stream, an
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from potstill.config import DataConfig
-from potstill.data.examples import Encoded, Encoder, Piece, piece_maker
+from potstill.data.examples import Encode, Encoded, Encoder, LengthsOnly, Piece, piece_maker
 from potstill.data.layout import collate, pack
 from potstill.data.sources import Source, generator
 from potstill.data.stream import FIRST_PIECE, Blocks, Cursor, Mixture, Place, State
@@ -40,8 +39,6 @@ COUNTS = (
     "dropped_tokens",
     "split_conversations",
 )
-
-Encode = Callable[[Sequence[Piece]], list[Encoded]]
 
 
 @dataclass(frozen=True)
@@ -307,30 +304,6 @@ class Items:
             return self._next.place.state()
         assert self._last is not None
         return self._last.place.state(after=True)
-
-
-class LengthsOnly:
-    """Encodes without keeping examples, and no text twice: a layout depends on lengths alone."""
-
-    def __init__(self, encode: Encode) -> None:
-        self._encode = encode
-        self._known: dict[bytes, tuple[bool, int, int]] = {}
-
-    def __call__(self, pieces: Sequence[Piece]) -> list[Encoded]:
-        digests = [_digest(piece) for piece in pieces]
-        new = {digest: piece for digest, piece in zip(digests, pieces, strict=True) if digest not in self._known}
-        for digest, encoded in zip(new, self._encode(list(new.values())), strict=True):
-            self._known[digest] = (encoded.kept, encoded.length, encoded.cut)
-        return [Encoded(_NO_TEXT, *self._known[digest]) for digest in digests]
-
-
-def _digest(piece: Piece) -> bytes:
-    """Of what is encoded. A piece's key does not do: it is of a chat before its template."""
-    flags = repr((piece.spans, piece.template, piece.last, piece.dropped))
-    return hashlib.blake2b(f"{flags}\n{piece.text}".encode(), digest_size=16).digest()
-
-
-_NO_TEXT = Piece("", "")
 
 
 def _beginning(sources: int) -> State:
