@@ -6,12 +6,11 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from potstill.config import Dtype
 from potstill.types import PotstillError
 
 app = typer.Typer(
@@ -78,7 +77,8 @@ def evaluate(
     ],
     teacher: Annotated[str | None, typer.Option(help="Measure KL and agreement against this model.")] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the weights; default: float32, and the teacher's as saved.")
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Of the weights; default: float32, and the teacher's as saved."),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
     trust_remote_code: Annotated[

@@ -46,7 +46,7 @@ def test_dtype_is_that_of_both_models(folder, monkeypatch):
     said = CliRunner().invoke(app, [*line, "--dtype", "bfloat16", "--device", "cpu"], catch_exceptions=False)
     assert json.loads(said.stdout)["agreement"] == 1
     assert {str(dtype) for dtype in loaded.values()} == {"torch.bfloat16"}
-    assert CliRunner().invoke(app, [*line, "--dtype", "int3"]).exit_code == 2
+    assert CliRunner().invoke(app, [*line, "--dtype", "float16"]).exit_code == 2
 
 
 def test_revision_and_remote_code_reach_the_models(folder, monkeypatch):

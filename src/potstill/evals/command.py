@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress
 
-from potstill.config import DataConfig, Dtype, StudentConfig, TeacherConfig
+from potstill.config import DataConfig, StudentConfig, TeacherConfig
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.models import check_fit, load_student
 from potstill.parallel.mesh import pick_device
@@ -25,7 +25,7 @@ def evaluate_model(
     model: str,
     *,
     teacher: str | None,
-    dtype: Dtype | None,
+    dtype: Literal["float32", "bfloat16"] | None,
     revision: str | None,
     trust_remote_code: bool,
     source: dict[str, Any],
