@@ -21,7 +21,7 @@ from potstill.losses.rows import Call, Scratch, head_logits, loss_of_rows, targe
 from potstill.losses.vocab_parallel import shared_columns
 from potstill.types import DenseTarget, Target
 
-CHUNK_BYTES = 64 * 2**20  # of one [n, V] buffer
+CHUNK_BYTES = 192 * 2**20  # of one [n, V] buffer; with few rows a product mostly moves the head about
 BLOCK_BYTES = 2 * 2**20  # of one [b, V] buffer
 
 
