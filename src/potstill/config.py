@@ -165,7 +165,11 @@ class DataConfig(Section):
         True, description="fill rows of max_length with several documents (which never see each other)"
     )
     shuffle: bool = Field(True, description="shuffle, from train.seed")
-    shuffle_buffer: Positive = Field(20_000, description="examples shuffled together")
+    shuffle_buffer: Positive = Field(
+        20_000,
+        description="examples shuffled together; sources without weights are read one after another, so that those larger than "
+        "this hardly mix",
+    )
     append_eos: bool = Field(True, description="end documents and completions with the tokenizer's eos")
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ from potstill.files import write_text
 from potstill.models import LanguageModel, check_fit, load_student
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
-from potstill.teachers.live import LiveTeacher, open_teachers
+from potstill.teachers.live import open_teachers
 from potstill.training.checkpoint import Checkpoints, Progress
 from potstill.training.metrics import EVALS, whole_lines
 from potstill.training.optimizer import make_optimizers
 from potstill.training.run import Run
 from potstill.training.student import StudentLoss
-from potstill.types import Batch, PotstillError
+from potstill.types import Batch, PotstillError, Teacher
 
 RECIPE = "recipe.yaml"
 OTHER_FOLDER = "run= of a recipe, --out of the quickstart"
@@ -42,7 +42,7 @@ class Parts:
     device: torch.device
     student: LanguageModel
     module: StudentLoss
-    teachers: list[LiveTeacher]
+    teachers: Sequence[Teacher]
     optimizers: list[Optimizer]
     precision: str  # fp32 or bf16
     windows: Callable[[dict[str, Any] | None], Windows]  # from a position in the data
@@ -124,6 +124,7 @@ def assemble(recipe: Recipe) -> Parts:
             seed=recipe.train.seed,
             epochs=recipe.train.epochs,
             state=state,
+            changed_data_ok=recipe.checkpoint.resume == "anyway",
         )
 
     def evaluate_student() -> dict[str, Any]:
