@@ -17,6 +17,7 @@ from tiny_runs import InterruptAt, Interrupted, TinyRuns, assert_same_run, lines
 import potstill
 from potstill import files
 from potstill.data import pipeline
+from potstill.recipe import load_recipe
 from potstill.training import checkpoint
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
@@ -75,10 +76,13 @@ def test_data_that_became_less_is_an_error(runs: TinyRuns) -> None:
     with pytest.raises(Interrupted):
         potstill.train(recipe, [InterruptAt(5)])
     text.write_text("".join(text.read_text().splitlines(keepends=True)[:30]))
+    with pytest.raises(PotstillError, match=r"data\.sources\[0\] is not what the run began with"):
+        potstill.train(recipe)
+    anyway = load_recipe(recipe, ["checkpoint.resume=anyway"])
     with pytest.raises(
         PotstillError, match=r"data: it ended after step \d+ of \d+: there is less of it than when the run"
     ):
-        potstill.train(recipe)
+        potstill.train(anyway)
 
 
 def test_evaluations_are_not_told_twice_and_the_best_is_kept(runs: TinyRuns) -> None:
@@ -273,7 +277,7 @@ def test_a_used_folder_is_not_run_with_other_settings(runs: TinyRuns, command: C
     assert anyway.code == 0 and "going on at step 2 of 3" in anyway.out
     steps = lines(runs.folder / "run" / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3]
-    assert steps[-1]["lr"] > 0.1
+    assert steps[-1]["lr"] == pytest.approx(0.1 * 0.5)  # the new one, at the end of its schedule
 
     other = command("train", recipe, "student.config.hidden_size=32", "train.steps=4", "checkpoint.resume=anyway")
     assert other.code == 1 and "does not fit this recipe's student and optimizer" in other.err
