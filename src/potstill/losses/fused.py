@@ -140,7 +140,9 @@ def _chunks(
     compute = torch.promote_types(hidden.dtype, torch.float32)
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     n = min(rows, chunk_rows or max(16, CHUNK_BYTES // (compute.itemsize * call.columns.widest)))
-    b = max(1, min(n, BLOCK_BYTES // (compute.itemsize * vocabulary)))
+    # A dense target needs five such buffers at once, the others two at most: as much cache is good for more rows.
+    dense = any(isinstance(target, DenseTarget) for _, target in call.targets)
+    b = max(1, min(n, (1 if dense else 4) * BLOCK_BYTES // (compute.itemsize * vocabulary)))
     if call.columns.group is not None or hidden.device.type != "cpu":
         b = n  # collectives and kernel launches are few when blocks are large
     grad_hidden = torch.empty_like(hidden) if wants[0] else None
@@ -159,7 +161,7 @@ def _chunks(
         chunk = slice(start, min(start + n, rows))
         count = chunk.stop - chunk.start
         logits = head_logits(hidden[chunk], weight_h, bias, None, call.logit_scale, out=student[:count])
-        dense = [
+        ready = [
             target_logits(target, chunk, out=buffer[:count])
             if isinstance(target, DenseTarget) and buffer is not None
             else None
@@ -169,7 +171,7 @@ def _chunks(
             block = slice(first, min(first + b, count))
             at = slice(start + block.start, start + block.stop)
             kd[at], ce[at] = loss_of_rows(
-                logits[block], [None if t is None else t[block] for t in dense], at, call, scratch, any(wants)
+                logits[block], [None if t is None else t[block] for t in ready], at, call, scratch, any(wants)
             )
         if not any(wants):
             continue
