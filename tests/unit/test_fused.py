@@ -199,3 +199,28 @@ def test_compare_rows_by_hand():
     assert stats.agreement.tolist() == [1.0, 0.0]
     assert stats.correct.tolist() == [0.0, 1.0]
     torch.testing.assert_close(stats.confidence, torch.tensor([0.5, 0.6]))
+
+
+def test_room_kept_from_call_to_call_changes_nothing():
+    """Calls of other sizes and in inference mode come between two equal ones, and a graph that is kept gives its gradient again."""
+
+    def call(rows, vocabulary):
+        g = torch.Generator().manual_seed(rows)
+        hidden = torch.randn(rows, 4, generator=g).requires_grad_()
+        weight = torch.randn(vocabulary, 4, generator=g).requires_grad_()
+        target = DenseTarget(logits=torch.randn(rows, vocabulary, generator=g))
+        return fused_linear_kd(hidden, weight, target, divergence="jsd", chunk_rows=3), (hidden, weight)
+
+    with torch.inference_mode():
+        call(9, 41)
+    out, inputs = call(7, 30)
+    call(8, 50)
+    first = torch.autograd.grad(out.loss, inputs, retain_graph=True)
+    twice = torch.autograd.grad(2 * out.loss, inputs)
+    again, same_inputs = call(7, 30)
+    torch.testing.assert_close(again.kd, out.kd, rtol=0, atol=0)
+    for once, double, fresh in zip(first, twice, torch.autograd.grad(again.loss, same_inputs), strict=True):
+        torch.testing.assert_close(once, fresh, rtol=0, atol=0)
+        torch.testing.assert_close(double, 2 * fresh)
+    with pytest.raises(RuntimeError):
+        out.loss.backward()
