@@ -202,7 +202,7 @@ def test_compare_rows_by_hand():
 
 
 def test_room_kept_from_call_to_call_changes_nothing():
-    """Calls of other sizes and in inference mode come between two equal ones, and a graph that is kept gives its gradient again."""
+    """Calls of other sizes and in inference mode come between two equal ones. A kept graph gives its gradient again."""
 
     def call(rows, vocabulary):
         g = torch.Generator().manual_seed(rows)
