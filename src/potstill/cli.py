@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from potstill import __version__
 from potstill.types import PotstillError
 
 app = typer.Typer(
@@ -23,10 +24,19 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error, not only its sentence.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
     """Distil a teacher language model into a student."""
@@ -66,6 +76,7 @@ def train(
         console.print(
             f"stopped by {run.stopped_by} at step {run.step}; the same command goes on from there", highlight=False
         )
+        return
     console.print(f"student: {run.model}", highlight=False, markup=False)
 
 
@@ -86,6 +97,8 @@ def evaluate(
     ] = False,
     text: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
     messages: Annotated[str | None, typer.Option(help="Column with chats, instead of --text.")] = None,
+    prompt_column: Annotated[str | None, typer.Option(help="Column with prompts, with --completion-column.")] = None,
+    completion_column: Annotated[str | None, typer.Option(help="Column with completions, which are scored.")] = None,
     split: Annotated[str, typer.Option(help="Split of a data set.")] = "train",
     max_length: Annotated[
         int | None, typer.Option(help="Longest sequence in tokens; default: what the models can read, at most 1024.")
@@ -108,7 +121,9 @@ def evaluate(
         dtype=dtype,
         revision=revision,
         trust_remote_code=trust_remote_code,
-        source=source_of(data, text=text, messages=messages, split=split),
+        source=source_of(
+            data, text=text, messages=messages, prompt=prompt_column, completion=completion_column, split=split
+        ),
         max_length=max_length,
         piece_bytes=piece_bytes,
         packing=packing,

@@ -143,3 +143,16 @@ def test_quickstart_shows_what_it_promises(command: Command, runs: TinyRuns, mon
     assert model.config.hidden_size == 16
     assert f"student: {Path(model.config._name_or_path)}" in said.out
     assert len(re.findall(rf"^(?:{'|'.join(rows)}): {module.PROMPT}", said.out, re.MULTILINE)) == 4
+
+
+def test_version(command: Callable[..., Any]) -> None:
+    said = command("--version")
+    assert said.code == 0 and said.out.strip() == package.__version__
+
+
+def test_eval_of_prompts_and_completions(command: Callable[..., Any], tmp_path: Path, tiny_teacher: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"q": "The state of the Union", "a": " is strong."}) + "\n")
+    columns = ("--prompt-column", "q", "--completion-column", "a", "--max-length", "64")
+    said = command("eval", str(tiny_teacher), "--data", str(pairs), *columns, "--json")
+    assert said.code == 0 and json.loads(said.out)["bytes"] == len(" is strong.")

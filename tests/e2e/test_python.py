@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import potstill
 from potstill.recipe import load_recipe
+from potstill.shipped import locate
 from potstill.training import loop
 from potstill.training.run import Callback, Run
 
@@ -228,3 +229,23 @@ def test_what_a_step_tells(runs: TinyRuns) -> None:
     events = list((run.folder / "tensorboard").glob("events.out.tfevents.*"))
     assert len(events) == 1 and events[0].stat().st_size > 500
     assert json.loads((run.checkpoint / "progress.json").read_text())["tokens"] == second["tokens"]
+
+
+def test_a_callback_stops_a_run_which_then_goes_on(runs: TinyRuns) -> None:
+    class Enough(Callback):
+        def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
+            if run.step == 3:
+                run.stop("enough")
+
+    stopped = potstill.train(runs.recipe("run"), [Enough()])
+    assert (stopped.step, stopped.stopped_by, stopped.model.parent.name) == (3, "enough", "step-00000003")
+    finished = potstill.train(runs.recipe("run"), overrides=["log.every=1"])
+    assert (finished.step, finished.stopped_by) == (8, None)
+
+
+def test_a_run_or_checkpoint_folder_stands_for_its_model(runs: TinyRuns) -> None:
+    run = potstill.train(runs.recipe("run", "train.steps=2"))
+    model = str(run.folder / "checkpoints" / "latest" / "model")
+    assert locate(str(run.folder)) == model
+    assert locate(str(run.folder / "checkpoints" / "latest")) == model
+    assert locate(model) == model and locate("org/name") == "org/name"

@@ -165,9 +165,10 @@ def _text(record: Mapping[str, Any], column: str, where: str) -> str:
     value = record[column]
     if not isinstance(value, str):
         kind = "null" if value is None else f"a {type(value).__name__}"
-        raise PotstillError(
-            f"{where}: column {column} holds {kind}, not text; leave such records out or name another column"
-        )
+        hint = "leave such records out or name another column"
+        if isinstance(value, list) and value and isinstance(value[0], Mapping) and "role" in value[0]:
+            hint = "these are chat messages: join prompt and completion in one list and name its column with messages"
+        raise PotstillError(f"{where}: column {column} holds {kind}, not text; {hint}")
     if not value.isascii():
         try:
             value.encode()

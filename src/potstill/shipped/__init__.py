@@ -11,11 +11,21 @@ FOLDER = Path(__file__).parent
 
 
 def locate(name: str) -> str:
-    """The path of `shipped:NAME`; any other string is a path or hub id already and comes back as it is."""
+    """The path of `shipped:NAME`. A run's or checkpoint's folder stands for the model in it; any other string is a path or
+    hub id already and comes back as it is."""
     if not name.startswith(PREFIX):
-        return name
+        return _in_a_run(name)
     path = FOLDER / name.removeprefix(PREFIX)
     if not path.exists():
-        there = ", ".join(sorted(f"{PREFIX}{p.relative_to(FOLDER)}" for p in FOLDER.glob("*/*") if p.suffix != ".py"))
-        raise PotstillError(f"{name} does not ship with potstill; what does: {there}")
+        folders = [FOLDER / "corpus", FOLDER / "tokenizers"]
+        there = [FOLDER / "teacher", *(p for folder in folders for p in sorted(folder.iterdir()))]
+        names = ", ".join(f"{PREFIX}{p.relative_to(FOLDER)}" for p in there)
+        raise PotstillError(f"{name} does not ship with potstill; what does: {names}")
     return str(path)
+
+
+def _in_a_run(name: str) -> str:
+    for inside in ("checkpoints/latest/model", "model"):
+        if (Path(name) / inside / "config.json").is_file():
+            return str(Path(name) / inside)
+    return name

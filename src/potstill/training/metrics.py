@@ -143,9 +143,10 @@ class Display(Callback):
     def started(self, run: Run) -> None:
         self._begin, self._first = time.perf_counter(), run.step
         if run.step:
-            self._console.print(
-                f"going on at step {run.step} of {run.total_steps} in {run.folder}", highlight=False, markup=False
-            )
+            says = f"going on at step {run.step} of {run.total_steps} in {run.folder}"
+            if run.step == run.total_steps:
+                says = f"{run.folder} is finished, at step {run.step}: more with train.steps=, another run with run="
+            self._console.print(says, highlight=False, markup=False)
         if self._console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),

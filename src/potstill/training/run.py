@@ -18,7 +18,8 @@ class Run:
     evaluation: dict[str, Any] | None = None  # the latest one
     checkpoint: Path | None = None  # the newest one
     best: Path | None = None  # the one with the lowest bits per byte
-    stopped_by: str | None = None  # the signal that ended it early
+    stopped_by: str | None = None  # the signal, or the reason given to stop(), that ended it early
+    asked_to_stop: str | None = None
     counts: dict[str, int] = field(default_factory=dict)  # of the data so far: tokens, cut tokens, dropped examples …
 
     @property
@@ -26,6 +27,10 @@ class Run:
         """The trained student as a folder that transformers loads."""
         assert self.checkpoint is not None, "nothing was saved yet"
         return self.checkpoint / "model"
+
+    def stop(self, reason: str = "a callback") -> None:
+        """End the run after the step under way, with a checkpoint; the same recipe goes on from there."""
+        self.asked_to_stop = reason
 
 
 class Callback:
