@@ -66,9 +66,8 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
                 progress = _with_best(progress, run.evaluation["bits_per_byte"])
                 for watcher in watching:
                     watcher.evaluated(run, run.evaluation)
-            run.stopped_by = (
-                None if last else stop.signal or run.asked_to_stop
-            )  # read once: the step a run ends at is a step it saves
+            # Read once: the step a run ends at is a step it saves.
+            run.stopped_by = None if last else stop.signal or run.asked_to_stop
             if last or run.stopped_by or _due(run.step, recipe.checkpoint.every) or progress.best_step == run.step:
                 refuse_broken_weights(parts.module, run.step)
                 run.checkpoint = checkpoints.save(progress, parts.student, parts.module, parts.optimizers)
