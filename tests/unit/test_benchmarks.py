@@ -1,0 +1,67 @@
+"""The benchmark of the loss runs, and the page that is committed is the one that its results give."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from loss_page import page, plot  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "loss.json"
+TINY = {"rows": 40, "vocabulary": 512, "student": 8, "teacher": 12, "top_k": 0, "divergence": "jsd", "rounds": 2}
+
+
+def run_benchmark(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / "loss.py"), *arguments]
+    done = subprocess.run(
+        [*command, "--result", str(folder / "loss.json"), "--docs", str(folder / "docs")],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_a_tiny_case_end_to_end(tmp_path):
+    ours = ["--one", json.dumps(TINY), "--contenders", "products", "potstill", "plain"]
+    said = run_benchmark(tmp_path, *ours)
+    assert "[5/5]" in said and "min left" in said  # two rounds of the products and of potstill, one of the peer
+    results = json.loads((tmp_path / "loss.json").read_text(encoding="utf-8"))
+    (entry,) = results["cases"].values()
+    contenders = entry["contenders"]
+    assert {name: (one["status"], one["processes"]) for name, one in contenders.items()} == {
+        "products": ("ok", 2), "potstill": ("ok", 2), "plain": ("ok", 1),
+    }  # fmt: skip
+    assert all(run["seconds"] > 0 for one in contenders.values() for run in one["runs"])
+    assert contenders["potstill"]["loss"] == pytest.approx(contenders["plain"]["loss"], rel=1e-5)
+    assert contenders["potstill"]["gradient_norms"] == pytest.approx(contenders["plain"]["gradient_norms"], rel=1e-4)
+    text = (tmp_path / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert "| JSD 0.5, dense · 40 × 512 · 8 / 12 |" in text and "not run" in text
+    assert "[1/" not in run_benchmark(tmp_path, *ours), "what is there is not run again"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_what_does_not_fit_is_shown_as_such(tmp_path):
+    large = {**TINY, "rows": 2048, "vocabulary": 65536}  # 512 MB of logits on each side
+    ours = ["--one", json.dumps({**large, "rounds": 1}), "--contenders", "plain", "--memory-gb", "1.2"]
+    run_benchmark(tmp_path, *ours)
+    (entry,) = json.loads((tmp_path / "loss.json").read_text(encoding="utf-8"))["cases"].values()
+    assert entry["contenders"]["plain"]["status"] == "memory"
+    assert "out of memory" in (tmp_path / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+
+
+def test_the_page_and_the_plot_are_what_the_results_give():
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    again = "run python benchmarks/loss.py --only-docs"
+    assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == page(results), again
+    drawn = (ROOT / "docs" / "benchmarks-loss.svg").read_text(encoding="utf-8")
+    assert drawn == plot(results), again
+    ElementTree.fromstring(drawn)
