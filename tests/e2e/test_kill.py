@@ -111,7 +111,7 @@ def test_sigterm_saves_and_says_so(runs: TinyRuns) -> None:
     (step,) = steps_on_disk(runs.folder / "stopped")
     assert 4 <= step < 400
     assert f"stopped by SIGTERM at step {step}; the same command goes on from there" in said
-    assert said.endswith(f"student: {runs.folder}/stopped/checkpoints/step-{step:08d}/model\n")
+    assert said.endswith("the same command goes on from there\n")
     # What it goes on to is what it would have been; a few steps tell, of the 400 its schedule is for.
     for name in ("stopped", "whole"):
         with pytest.raises(Interrupted):

@@ -79,7 +79,9 @@ class Opened:
         return self.page.locator("figure.panel").filter(has=heading).first
 
     def lines(self, title: str) -> list[str]:
-        return self.panel(title).locator("path.line[data-run]").evaluate_all("all => all.map(p => p.getAttribute('d'))")
+        drawn = self.panel(title).locator("path.line[data-run]")
+        drawn.first.wait_for(state="attached")  # panels are drawn as the browser finds time
+        return drawn.evaluate_all("all => all.map(p => p.getAttribute('d'))")
 
     def next_frame(self) -> None:
         """Until what was asked for is drawn. (Waiting for an expression is eval, which the page's policy forbids.)"""
