@@ -60,7 +60,7 @@ lock:  ## resolve anew and write requirements.lock (needs the network)
 	@rm -rf .venv-lock
 	@echo "requirements.lock: $$(grep -c == requirements.lock) packages"
 
-bench-loss: setup  ## the loss beside its peers, which are installed first; resumes, half an hour
+bench-loss: setup  ## the loss beside its peers, which are installed first; resumes, about an hour
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c requirements.lock --no-build-isolation -e '.[bench]'
 	$(BIN)/python benchmarks/loss.py
 

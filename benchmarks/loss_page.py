@@ -215,7 +215,7 @@ TEXT = """\
 ## The fused loss
 
 How long `fused_linear_kd` takes, how much memory, and what else there is. Written by `benchmarks/loss.py` from
-`benchmarks/results/loss.json`; `make bench-loss` runs it anew, half an hour on an idle core.
+`benchmarks/results/loss.json`; `make bench-loss` runs it anew, about an hour on an idle core.
 
 Machine: {machine}.
 Versions: {versions}.
