@@ -249,3 +249,15 @@ def test_a_run_or_checkpoint_folder_stands_for_its_model(runs: TinyRuns) -> None
     assert locate(str(run.folder)) == model
     assert locate(str(run.folder / "checkpoints" / "latest")) == model
     assert locate(model) == model and locate("org/name") == "org/name"
+
+
+def test_the_entropy_gate_of_a_recipe_reaches_the_loss(runs: TinyRuns) -> None:
+    """Forward KL mixed with forward KL is forward KL; mixed into reverse KL it is something else."""
+    first = {}
+    for divergence in ("forward_kl", "reverse_kl"):
+        for gate in ("null", "1.0"):
+            options = [f"loss.divergence={divergence}", f"loss.entropy_gate={gate}", "train.steps=1"]
+            run = potstill.train(runs.recipe(f"{divergence}-{gate}", *options))
+            first[divergence, gate] = metrics(run.folder)[0]["kd"]
+    assert first["forward_kl", "1.0"] == pytest.approx(first["forward_kl", "null"], rel=1e-5)
+    assert abs(first["reverse_kl", "1.0"] - first["reverse_kl", "null"]) > 1e-4
