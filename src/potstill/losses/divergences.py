@@ -3,6 +3,7 @@
 Each takes a Block: log-probabilities and probabilities of teacher (P) and student (Q) over the same buckets, [n, B]. It gives
 the per-row value [n] and leaves in `logq` the gradient with respect to the student's bucket logits, up to a constant factor
 that it gives back too. All of the block's buffers but `q` may be overwritten; nothing of their size is allocated.
+A block comes before its last passes, which not everyone needs: `b.normalised()` makes them.
 
 The gradient of any f(q) through a softmax is q·(r − Σ q·r) with r = ∂f/∂q. Row sums go through `block.total`, which also
 sums over the ranks that share the vocabulary: several sums of one call travel together.
@@ -12,7 +13,7 @@ Golden values: tests/unit/test_divergences.py. How to add one: docs/losses.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,43 +32,64 @@ class Knobs:
 
 @dataclass(frozen=True)
 class Block:
-    logp: Tensor  # [n, B]
-    logq: Tensor
-    p: Tensor
+    logp: Tensor  # [n, B]; with `masses`, lacks −log of its side's mass
+    logq: Tensor  # as logp
+    p: Tensor  # with `masses`, to be divided by its mass
     q: Tensor
     spare: Tensor  # scratch of the same shape
     total: Callable[..., tuple[Tensor, ...]]  # row sums [n] of one or more [n, B]
+    masses: tuple[Tensor, Tensor] | None = None  # [n] each, of P and of Q; None: everything is normalised
+
+    def normalised(self) -> Block:
+        """The block with true probabilities and log-probabilities, in the same buffers."""
+        if self.masses is None:
+            return self
+        mass_p, mass_q = self.masses
+        self.p.mul_(mass_p.reciprocal()[:, None])
+        self.logp.sub_(mass_p.log()[:, None])
+        self.logq.sub_(mass_q.log()[:, None])
+        return replace(self, masses=None)
+
+    def lacking(self) -> Tensor | float:
+        """What logp − logq lacks of the true difference, [n]."""
+        return 0.0 if self.masses is None else self.masses[1].log() - self.masses[0].log()
 
 
 Divergence = Callable[[Block, Knobs], tuple[Tensor, float]]
 
 
 def forward_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
-    torch.sub(b.logp, b.logq, out=b.spare).mul_(b.p)
-    torch.sub(b.q, b.p, out=b.logq)
-    return b.total(b.spare)[0], 1.0
+    (value,) = b.total(b.logp.sub_(b.logq).mul_(b.p))
+    if b.masses is None:
+        torch.sub(b.q, b.p, out=b.logq)
+        return value, 1.0
+    share = b.masses[0].reciprocal()
+    torch.addcmul(b.q, b.p, -share[:, None], out=b.logq)
+    return value * share + b.lacking(), 1.0
 
 
 def reverse_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
     r = b.logq.sub_(b.logp)
-    (value,) = b.total(torch.mul(b.q, r, out=b.spare))
-    r.sub_(value[:, None]).mul_(b.q)
-    return value, 1.0
+    (mean,) = b.total(torch.mul(b.q, r, out=b.logp))
+    r.sub_(mean[:, None]).mul_(b.q)
+    return mean - b.lacking(), 1.0
 
 
 def jsd(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
     beta = knobs.beta
     if beta in (0.0, 1.0):
         return forward_kl(b, knobs) if beta == 0.0 else reverse_kl(b, knobs)
+    b = b.normalised()
     logm = torch.lerp(b.q, b.p, beta, out=b.spare).clamp_(min=TINY).log_()
     left = b.logp.sub_(logm).mul_(b.p)
     r = b.logq.sub_(logm)
-    left, right = b.total(left, torch.mul(b.q, r, out=b.spare))
+    left, right = b.total(left, torch.mul(b.q, r, out=b.p))
     r.sub_(right[:, None]).mul_(b.q)
     return beta * left + (1 - beta) * right, 1 - beta
 
 
 def skew_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+    b = b.normalised()
     m = torch.lerp(b.q, b.p, knobs.alpha, out=b.spare).clamp_(min=TINY)
     r = torch.div(b.p, m, out=b.logq)  # ∂f/∂q is −(1 − α) times this
     value, mean = b.total(b.logp.sub_(m.log_()).mul_(b.p), torch.mul(b.q, r, out=b.p))
@@ -76,6 +98,7 @@ def skew_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
 
 
 def skew_reverse_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+    b = b.normalised()
     m = torch.lerp(b.p, b.q, knobs.alpha, out=b.spare).clamp_(min=TINY)
     share = torch.div(b.q, m, out=b.p)
     r = b.logq.sub_(m.log_())
@@ -87,6 +110,7 @@ def skew_reverse_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
 
 
 def tvd(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+    b = b.normalised()
     difference = torch.sub(b.q, b.p, out=b.p)
     r = torch.sign(difference, out=b.logq)
     value, mean = b.total(difference.abs_(), torch.mul(b.q, r, out=b.spare))

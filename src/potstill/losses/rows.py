@@ -17,6 +17,7 @@ from potstill.losses.vocab_parallel import Columns
 from potstill.types import DenseTarget, SampledTarget, Target, TopKTarget
 
 LOG2_E = math.log2(math.e)
+Ready = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]  # q, p, and the masses of P and Q, as a Block has them
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,11 @@ def loss_of_rows(
     only = teachers[0] if len(teachers) == 1 and call.temperature == 1.0 and call.same_ids else None
     ce, q, ready = z.new_zeros(b), None, None
     if call.labels is not None and only is not None:
-        ready = q, p = scratch("q", b, v), scratch("p", b, v)
-        _log_softmax(call.columns, (z, q), (only, p))
+        q, p = scratch("q", b, v), scratch("p", b, v)
+        mass_q, mass_p = _softmax(call.columns, (z, q), (only, p))
+        ready = q, p, (mass_p, mass_q)
         (label,) = call.columns.total(call.columns.gather(z, call.labels[rows, None], 0.0).squeeze(-1))
-        ce = -label
+        ce = mass_q.log() - label
     elif call.labels is not None:
         ce, q = _cross_entropy(z, call.labels[rows], call.columns, scratch("ce", b, v))
     kd = z.new_zeros(b)
@@ -158,14 +160,17 @@ def _exp(x: Tensor, out: Tensor) -> Tensor:
     return torch.mul(x, LOG2_E, out=out).exp2_()
 
 
-def _log_softmax(columns: Columns, *pairs: tuple[Tensor, Tensor]) -> None:
-    """Log softmax, floored, in place of each pair's first, and softmax into its second; what they need of other ranks
-    travels together. The maximum is taken off before the logarithm, not with it: their sum would round large logits."""
+def _softmax(columns: Columns, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """In place of each pair's first: log softmax, floored, but for −log of the mass that is given back [b]; into its second:
+    softmax, of the first pair divided by its mass, of the others not yet. What they need of other ranks travels together.
+    The maximum is taken off before the logarithm, not with it: their sum would round large logits."""
     largest = columns.largest(*(_largest(z) for z, _ in pairs))
     masses = columns.total(*(_exp(z.sub_(m[:, None]), out).sum(-1) for (z, out), m in zip(pairs, largest, strict=True)))
-    for (z, out), mass in zip(pairs, map(_mass, masses), strict=True):
-        out.mul_(mass.reciprocal()[:, None])
-        z.sub_(mass.log()[:, None]).clamp_(min=LOG_FLOOR)
+    masses = tuple(map(_mass, masses))
+    for (z, _), mass in zip(pairs, masses, strict=True):
+        z.clamp_(min=(mass.log() + LOG_FLOOR)[:, None])
+    pairs[0][1].mul_(masses[0].reciprocal()[:, None])
+    return masses
 
 
 def _cross_entropy(z: Tensor, labels: Tensor, columns: Columns, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,10 +190,10 @@ def _divergence(
     rows: slice,
     call: Call,
     scratch: Scratch,
-    ready: tuple[Tensor, Tensor] | None,
+    ready: Ready | None,
 ) -> tuple[Tensor, float]:
-    """Scaled divergence of the rows. `z` becomes its gradient up to the factor that is given back. With `ready`, the
-    softmax of student and teacher, `z` and `teacher` are their logarithms already."""
+    """Scaled divergence of the rows. `z` becomes its gradient up to the factor that is given back. With `ready`, `z` and
+    `teacher` have been through `_softmax` already."""
     scale, t = temperature_scale(call.divergence, call.temperature), call.temperature
     if t != 1.0:
         z.div_(t)
@@ -204,20 +209,20 @@ def _divergence(
     return value * scale, factor * scale / t
 
 
-def _dense(
-    z: Tensor, teacher: Tensor, call: Call, scratch: Scratch, ready: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, float]:
+def _dense(z: Tensor, teacher: Tensor, call: Call, scratch: Scratch, ready: Ready | None) -> tuple[Tensor, float]:
     b, width = teacher.shape
     columns = call.columns
     logq = z if width == z.shape[1] else scratch("shared", b, width).copy_(z[:, :width])
-    q, p = ready or (scratch("q", b, width), scratch("p", b, width))
     if ready is None:
-        _log_softmax(columns, (logq, q), (teacher, p))
+        q, p = scratch("q", b, width), scratch("p", b, width)
+        mass_q, mass_p = _softmax(columns, (logq, q), (teacher, p))
+        ready = q, p, (mass_p, mass_q)
+    q, p, masses = ready
 
     def total(*matrices: Tensor) -> tuple[Tensor, ...]:
         return columns.total(*(matrix.sum(-1) for matrix in matrices))
 
-    block = Block(teacher, logq, p, q, scratch("spare", b, width), total)
+    block = Block(teacher, logq, p, q, scratch("spare", b, width), total, masses)
     value, factor = _gated(block, p.new_ones(()).expand_as(p), call)
     if logq is not z:  # the ids beyond the shared ones have no part in the divergence
         z[:, :width] = logq
@@ -231,9 +236,10 @@ def _gated(block: Block, present: Tensor, call: Call) -> tuple[Tensor, float]:
     chosen = DIVERGENCES[call.divergence]
     if call.entropy_gate is None:
         return chosen(block, call.knobs)
+    block = block.normalised()
     entropy, buckets = block.total(torch.mul(block.p, block.logp, out=block.spare).neg_(), present)
     gate = (entropy / buckets.clamp(min=2.0).log()).clamp_(0.0, 1.0) ** call.entropy_gate  # one bucket has no entropy
-    other = replace(block, logq=block.logq.clone())  # forward KL leaves the rest as it is
+    other = replace(block, logp=block.logp.clone(), logq=block.logq.clone())  # forward KL leaves p and q as they are
     forward, forward_factor = forward_kl(other, call.knobs)
     value, factor = chosen(block, call.knobs)
     block.logq.mul_(((1 - gate) * factor)[:, None]).addcmul_(other.logq, (gate * forward_factor)[:, None])
@@ -284,8 +290,9 @@ def _sampled(z: Tensor, target: SampledTarget, rows: slice, call: Call, scratch:
     """Cross-entropy to the draws: unbiased for forward KL up to the teacher's entropy."""
     columns, ids, shares = call.columns, target.ids[rows], target.weights[rows].to(z.dtype)
     q = scratch("q", *z.shape)
-    _log_softmax(columns, (z, q))
+    (mass,) = _softmax(columns, (z, q))
     (value,) = columns.total((shares * columns.gather(z, ids, 0.0)).sum(-1))
+    value -= shares.sum(-1) * mass.log()
     where, inside = columns.local(ids)
     torch.mul(q, shares.sum(-1, keepdim=True), out=z)
     z.scatter_add_(-1, where, -shares if inside is None else -shares.masked_fill(~inside, 0.0))
