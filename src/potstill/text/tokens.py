@@ -1,0 +1,326 @@
+"""A vocabulary as bytes: what each id stands for, whatever family of tokenizer it is from.
+
+Bytes are kept flat (one buffer and offsets), so that a batch of ids becomes its text in a few array operations.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+import safetensors.numpy
+import tokenizers
+
+from potstill.files import UNFINISHED, could_not_write
+from potstill.text.decoding import Prefix, decode_tokens, keeps_text, prefix_of
+from potstill.text.roles import roles_of
+from potstill.types import PotstillError
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+FORMAT = "potstill tokens 1"
+TEXT, BYTE, SPECIAL, ABSENT = range(4)  # kinds of ids: BYTE is a fallback for one byte, ABSENT an id that no token has
+SPACE = 0x20
+PROBE = "Hello  wörld,\t日本語\r\n don't 2024 é e\u0301 ﬁ ＡＢ\u00a0x=1; 🙂 ok"
+DECLARED = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")  # as in transformers' bos_token, eos_token …
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTable:
+    buffer: npt.NDArray[np.uint8]  # the bytes of all tokens, in the order of their ids
+    offsets: npt.NDArray[np.int64]  # [V + 1]; token i is buffer[offsets[i]:offsets[i + 1]]
+    kinds: npt.NDArray[np.uint8]  # [V]; TEXT, BYTE, SPECIAL, ABSENT
+    added: npt.NDArray[np.bool_]  # [V]; found in a text before anything else, so that it cuts the text in two
+    special: dict[str, tuple[int, ...]] = field(repr=False)  # role -> ids
+    contents: dict[int, str] = field(repr=False)  # what the specials are called
+    identity: bool  # the tokens of a text concatenate to that text (one without `▁`, which may mean a space)
+    prefix: Prefix  # where the tokenizer puts a space that is not in the text: it has no bytes
+    prefix_always: bool  # before a text that begins with a space, too
+    fingerprint: str
+    name: str = ""
+
+    @classmethod
+    def from_tokenizer(cls, tok: Any, cache: Path | str | None = "default") -> TokenTable:
+        """`tok` is a fast tokenizer of transformers or a tokenizers.Tokenizer; `cache` is a folder, None for no cache."""
+        backend, name, declared, specials = _parts(tok)
+        spec = json.loads(backend.to_str())
+        tokens = _tokens_by_id(spec)
+        fingerprint = _fingerprint(spec, tokens, declared, specials)
+        path = (
+            None
+            if cache is None
+            else (_cache_folder() if cache == "default" else Path(cache)) / f"{fingerprint}.tokens"
+        )
+        table = None if path is None else _from_cache(path, name, fingerprint)
+        if table is None:
+            table = _build(spec, tokens, declared, specials, fingerprint, name)
+            table = _probed(table, backend, spec)
+            if path is not None:
+                _into_cache(path, table)
+        return table
+
+    @classmethod
+    def from_tiktoken(cls, path: Path | str, specials: Mapping[str, int] | None = None) -> TokenTable:
+        """From a tiktoken file (a line per token: its bytes in base64, its rank), and the specials, which it does not hold."""
+        pieces: dict[int, bytes] = {}
+        try:
+            lines = Path(path).read_bytes().splitlines()
+        except OSError as error:
+            raise PotstillError(f"cannot read {path}: {error.strerror or error}") from error
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                encoded, rank = line.split()
+                pieces[int(rank)] = base64.b64decode(encoded, validate=True)
+            except (ValueError, binascii.Error) as error:
+                raise PotstillError(
+                    f"{path}, line {number}: not a token in base64 and its rank, as in a tiktoken file"
+                ) from error
+        contents = {index: content for content, index in (specials or {}).items()}
+        size = max([*pieces, *contents], default=-1) + 1
+        kinds = [SPECIAL if i in contents else TEXT if i in pieces else ABSENT for i in range(size)]
+        flat = [b"" if i in contents else pieces.get(i, b"") for i in range(size)]
+        digest = hashlib.sha256(json.dumps([FORMAT, sorted(contents.items())]).encode())
+        for piece in flat:
+            digest.update(len(piece).to_bytes(4, "little") + piece)
+        return _table(
+            flat, kinds, list(contents),
+            special=roles_of(contents, {}, None), contents=contents, identity=True, prefix="none", prefix_always=True,
+            fingerprint=digest.hexdigest(), name=str(path),
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def __repr__(self) -> str:
+        return f"TokenTable({self.name or self.fingerprint[:12]}, {len(self)} ids)"
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Bytes of each id, as in the middle of a text; specials have none."""
+        return np.diff(self.offsets).astype(np.int32)
+
+    @cached_property
+    def spaced(self) -> npt.NDArray[np.bool_]:
+        """[V]; the ids whose bytes begin with a space, which may be a dummy prefix."""
+        first = self.buffer[np.minimum(self.offsets[:-1], max(len(self.buffer) - 1, 0))] if len(self.buffer) else 0
+        return np.asarray((self.lengths > 0) & (first == SPACE))
+
+    def token_bytes(self, index: int) -> bytes:
+        return self.buffer[self.offsets[index] : self.offsets[index + 1]].tobytes()
+
+    def text_bytes(self, ids: npt.ArrayLike) -> bytes:
+        """The text that a whole sequence of ids stands for: dummy prefixes and specials left out."""
+        flat = checked_ids(ids, "ids")
+        spans, begins = self.lengths[flat], self.offsets[flat]
+        if self.prefix != "none":
+            dummy = self.dummies(flat, np.zeros(1, dtype=np.int64))
+            spans, begins = spans - dummy, begins + dummy
+        return gather(self.buffer, begins, spans).tobytes()
+
+    def dummies(self, flat: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which tokens of sequences, flat with their `starts`, hold a dummy prefix: a space where the tokenizer puts one."""
+        held = np.zeros(len(flat), dtype=np.bool_)
+        if self.prefix == "none" or not len(flat):
+            return held
+        cuts = self.added[flat]
+        after = np.empty(len(flat), dtype=np.bool_)
+        after[0], after[1:] = True, cuts[:-1]
+        after[starts[starts < len(flat)]] = True
+        candidates = np.flatnonzero(after & ~cuts)
+        if self.prefix == "first":
+            candidates = candidates[np.unique(np.searchsorted(starts, candidates, side="right"), return_index=True)[1]]
+        held[candidates] = self.spaced[flat[candidates]]
+        return held
+
+
+def checked_ids(ids: npt.ArrayLike, what: str) -> npt.NDArray[np.int64]:
+    flat = np.asarray(ids)
+    if flat.ndim != 1 or not (np.issubdtype(flat.dtype, np.integer) or not flat.size):
+        raise PotstillError(f"{what} are to be one sequence of token ids, not an array of {flat.dtype} {flat.shape}")
+    flat = flat.astype(np.int64, copy=False)
+    if flat.size and flat.min() < 0:
+        raise PotstillError(f"{what} hold the id {flat.min()}; padding and masks (-100) are not ids: leave them out")
+    return flat
+
+
+def gather(
+    buffer: npt.NDArray[Any], begins: npt.NDArray[np.integer[Any]], spans: npt.NDArray[np.integer[Any]]
+) -> npt.NDArray[Any]:
+    """buffer[begins[0]:begins[0] + spans[0]], buffer[begins[1]: …] … as one array."""
+    ends = np.cumsum(spans, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    small = np.int32 if max(total, len(buffer)) < 2**31 else np.int64
+    at = np.repeat((begins - (ends - spans)).astype(small), spans)
+    at += np.arange(total, dtype=small)
+    return buffer.take(at)
+
+
+def write_arrays(path: Path, arrays: Arrays, metadata: dict[str, str]) -> None:
+    """A safetensors file that is never half there."""
+    beside = path.with_name(f"{UNFINISHED}{os.getpid()}-{path.name}")
+    try:
+        beside.write_bytes(safetensors.numpy.save(arrays, metadata))
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise could_not_write(path, error) from error
+
+
+def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
+    with safetensors.safe_open(path, framework="numpy") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+
+
+def _parts(tok: Any) -> tuple[tokenizers.Tokenizer, str, dict[str, str], set[int]]:
+    """The backend, a name, the declared roles, and the ids that only transformers knows to be special."""
+    if isinstance(tok, tokenizers.Tokenizer):
+        return tok, "", {}, set()
+    if not hasattr(tok, "backend_tokenizer") or not isinstance(tok.backend_tokenizer, tokenizers.Tokenizer):
+        raise PotstillError(
+            f"the tokenizer {getattr(tok, 'name_or_path', type(tok).__name__)} has no fast version (tokenizer.json), which is "
+            "needed to tell which bytes a token stands for"
+        )
+    named = tok.special_tokens_map
+    declared = {role: str(named[f"{role}_token"]) for role in DECLARED if named.get(f"{role}_token")}
+    return tok.backend_tokenizer, str(tok.name_or_path), declared, set(tok.all_special_ids)
+
+
+def _tokens_by_id(spec: Mapping[str, Any]) -> list[str | None]:
+    vocabulary = spec["model"]["vocab"]
+    pairs = (
+        [(content, index) for index, (content, _) in enumerate(vocabulary)]
+        if isinstance(vocabulary, list)  # Unigram: by rank, with a score
+        else list(vocabulary.items())
+    )
+    size = max([index for _, index in pairs] + [token["id"] for token in spec["added_tokens"]], default=-1) + 1
+    tokens: list[str | None] = [None] * size
+    for content, index in pairs:
+        tokens[index] = content
+    return tokens
+
+
+def _fingerprint(
+    spec: Mapping[str, Any], tokens: list[str | None], declared: Mapping[str, str], specials: set[int]
+) -> str:
+    """Of all that decides what ids stand for. Merges do not; nor does the padding that a caller switched on."""
+    rest = {part: spec[part] for part in ("added_tokens", "normalizer", "pre_tokenizer", "decoder", "post_processor")}
+    rest["model"] = {key: value for key, value in spec["model"].items() if key not in ("vocab", "merges")}
+    head = json.dumps([FORMAT, rest, dict(declared), sorted(specials)], sort_keys=True)
+    return hashlib.sha256((head + json.dumps(tokens)).encode()).hexdigest()
+
+
+def _build(
+    spec: Mapping[str, Any],
+    tokens: list[str | None],
+    declared: Mapping[str, str],
+    specials: set[int],
+    fingerprint: str,
+    name: str,
+) -> TokenTable:
+    pieces, fallbacks = decode_tokens([token or "" for token in tokens], spec["decoder"])
+    kinds = [ABSENT if token is None else TEXT for token in tokens]
+    for index in fallbacks:
+        kinds[index] = BYTE
+    contents: dict[int, str] = {}
+    for token in spec["added_tokens"]:
+        index = token["id"]
+        if token["special"] or index in specials:
+            contents[index] = token["content"]
+        elif tokens[index] is None:  # it stands in the text as it is written
+            kinds[index], pieces[index] = TEXT, token["content"].encode()
+    model = spec["model"]
+    unknown = model["unk_id"] if "unk_id" in model else model.get("unk_token")
+    if isinstance(unknown, str):
+        unknown = next((i for i, token in enumerate(tokens) if token == unknown), None)
+    if unknown is not None and unknown not in contents:
+        contents[unknown] = tokens[unknown] or ""
+    roles = roles_of(contents, declared, spec["post_processor"])
+    if unknown is not None and unknown not in roles.get("unk", ()):
+        roles["unk"] = (*roles.get("unk", ()), unknown)
+    for index in contents:
+        kinds[index], pieces[index] = SPECIAL, b""
+    added = [token["id"] for token in spec["added_tokens"]]
+    prefix, always = prefix_of(spec)
+    return _table(
+        pieces, kinds, added,
+        special=roles, contents=contents, identity=keeps_text(spec), prefix=prefix, prefix_always=always,
+        fingerprint=fingerprint, name=name,
+    )  # fmt: skip
+
+
+def _table(pieces: Sequence[bytes], kinds: Sequence[int], added: Sequence[int], **rest: Any) -> TokenTable:
+    offsets = np.zeros(len(pieces) + 1, dtype=np.int64)
+    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    cuts = np.zeros(len(pieces), dtype=np.bool_)
+    cuts[list(added)] = True
+    buffer = np.frombuffer(b"".join(pieces), dtype=np.uint8)
+    return TokenTable(buffer, offsets, np.array(kinds, dtype=np.uint8), cuts, **rest)
+
+
+def _probed(table: TokenTable, backend: tokenizers.Tokenizer, spec: Mapping[str, Any]) -> TokenTable:
+    """The table, if the tokenizer's own decoder agrees with it; not the identity if a text does not come back."""
+    if backend.truncation is not None or backend.padding is not None:
+        backend = tokenizers.Tokenizer.from_str(json.dumps({**spec, "truncation": None, "padding": None}))
+    ids = backend.encode(PROBE, add_special_tokens=False).ids
+    ours = table.text_bytes(ids)
+    text = [index for index in ids if table.kinds[index] != SPECIAL]
+    theirs = backend.decode(text, skip_special_tokens=False)
+    if text == ids and ours.decode("utf-8", "replace").strip() != theirs.strip():
+        raise PotstillError(
+            f"the tokenizer {table.name} reads its tokens back as {theirs!r}, where potstill finds {ours!r} in them: it "
+            "is of a kind that potstill does not know"
+        )
+    if ours == PROBE.encode() or not table.identity:
+        return table
+    return replace(table, identity=False)
+
+
+def _cache_folder() -> Path:
+    root = (
+        os.environ.get("POTSTILL_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill"
+    )
+    return Path(root) / "tokens"
+
+
+def _into_cache(path: Path, table: TokenTable) -> None:
+    about = {
+        "special": table.special, "contents": table.contents, "identity": table.identity, "prefix": table.prefix,
+        "prefix_always": table.prefix_always,
+    }  # fmt: skip
+    arrays: Arrays = {"buffer": table.buffer, "offsets": table.offsets, "kinds": table.kinds, "added": table.added}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_arrays(path, arrays, {"format": FORMAT, "fingerprint": table.fingerprint, "about": json.dumps(about)})
+    except (OSError, PotstillError):
+        return  # a home that cannot be written to costs a second the next time, no more
+
+
+def _from_cache(path: Path, name: str, fingerprint: str) -> TokenTable | None:
+    """The table, or None where there is none or the file is damaged: it is then built anew."""
+    if not path.is_file():
+        return None
+    try:
+        arrays, metadata = read_arrays(path)
+        if metadata["format"] != FORMAT or metadata["fingerprint"] != fingerprint:
+            return None
+        about = json.loads(metadata["about"])
+        about["special"] = {role: tuple(ids) for role, ids in about["special"].items()}
+        about["contents"] = {int(index): content for index, content in about["contents"].items()}
+        fields: dict[str, Any] = {**arrays, **about}
+        return TokenTable(**fields, fingerprint=fingerprint, name=name)
+    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError):
+        return None

@@ -1,0 +1,216 @@
+"""How two vocabularies relate: the pairs of ids that mean the same, and where the mass of every other student id goes.
+
+The projection is a sparse matrix (CSR) with a row per student id: what a student says in its words, in the teacher's words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+
+from potstill.text.roles import NAMES, pairing_roles
+from potstill.text.tokens import ABSENT, BYTE, SPECIAL, TEXT, Arrays, TokenTable, read_arrays, write_arrays
+from potstill.types import PotstillError
+
+FORMAT = "potstill vocabulary map 1"
+
+
+@dataclass(frozen=True, eq=False)
+class VocabMap:
+    student: npt.NDArray[np.int32]  # [pairs], increasing; student[i] and teacher[i] mean the same
+    teacher: npt.NDArray[np.int32]  # [pairs]; no id stands twice
+    indptr: npt.NDArray[
+        np.int64
+    ]  # [V student + 1]; row i is indices[indptr[i]:indptr[i + 1]], empty for ids of no token
+    indices: npt.NDArray[np.int32]  # teacher ids
+    values: npt.NDArray[np.float32]  # weights; those of a row sum to one
+    teacher_size: int
+    fingerprints: tuple[str, str]  # of the student's table and the teacher's
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.indptr) - 1, self.teacher_size
+
+    @cached_property
+    def teacher_of(self) -> npt.NDArray[np.int32]:
+        """[V student]; each id's partner, or -1."""
+        partner = np.full(self.shape[0], -1, dtype=np.int32)
+        partner[self.student] = self.teacher
+        return partner
+
+    def row(self, index: int) -> list[tuple[int, float]]:
+        span = slice(int(self.indptr[index]), int(self.indptr[index + 1]))
+        return list(zip(self.indices[span].tolist(), self.values[span].tolist(), strict=True))
+
+    def save(self, path: Path | str) -> None:
+        arrays: Arrays = {
+            "student": self.student, "teacher": self.teacher, "indptr": self.indptr, "indices": self.indices,
+            "values": self.values,
+        }  # fmt: skip
+        about = json.dumps({"teacher_size": self.teacher_size, "fingerprints": self.fingerprints})
+        write_arrays(Path(path), arrays, {"format": FORMAT, "about": about})
+
+    @classmethod
+    def load(cls, path: Path | str, student: TokenTable, teacher: TokenTable) -> VocabMap:
+        """The map in a file, which must be of these two vocabularies."""
+        try:
+            arrays, metadata = read_arrays(Path(path))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise PotstillError(f"cannot read the vocabulary map {path}: {error}") from error
+        if metadata.get("format") != FORMAT:
+            raise PotstillError(f"{path} is not a vocabulary map that this version of potstill reads")
+        about = json.loads(metadata["about"])
+        made_for, wanted = tuple(about["fingerprints"]), (student.fingerprint, teacher.fingerprint)
+        for who, table, theirs, ours in zip(("student", "teacher"), (student, teacher), made_for, wanted, strict=True):
+            if theirs != ours:
+                raise PotstillError(
+                    f"the vocabulary map {path} was made for another {who}: its tokenizer has the fingerprint {theirs[:12]}, "
+                    f"and that of {table.name or 'this one'} is {ours[:12]}; make the map anew"
+                )
+        return cls(**arrays, teacher_size=int(about["teacher_size"]), fingerprints=wanted)
+
+
+def vocab_map(student: TokenTable, teacher: TokenTable, *, decay: float = 0.0, top: int = 4) -> VocabMap:
+    """`decay` 0 sends an id without a partner to the first teacher token of its bytes; otherwise its pieces have the weights
+    1, decay, decay² …, of which the `top` largest are kept, scaled to sum to one."""
+    if not 0 <= decay <= 1 or top < 1:
+        raise PotstillError(
+            f"a vocabulary map has a decay from 0 to 1 and keeps at least 1 piece, not {decay} and {top}"
+        )
+    partner = np.full(len(student), -1, dtype=np.int32)
+    taken = np.zeros(len(teacher), dtype=np.bool_)
+    _pair_texts(student, teacher, partner, taken)
+    _pair_specials(student, teacher, partner, taken)
+    paired = np.flatnonzero(partner >= 0)
+    indptr, indices, values = _projection(student, teacher, partner, decay, top)
+    return VocabMap(
+        student=paired.astype(np.int32), teacher=partner[paired], indptr=indptr, indices=indices, values=values,
+        teacher_size=len(teacher), fingerprints=(student.fingerprint, teacher.fingerprint),
+    )  # fmt: skip
+
+
+def _by_bytes(table: TokenTable, kinds: Iterable[int], free: npt.NDArray[np.bool_]) -> dict[bytes, list[int]]:
+    """Bytes → the free ids of these kinds that stand for them, the lowest first."""
+    chosen = np.flatnonzero(free & np.isin(table.kinds, list(kinds)) & (table.lengths > 0))
+    whole, offsets = table.buffer.tobytes(), table.offsets.tolist()
+    found: dict[bytes, list[int]] = {}
+    for index in chosen.tolist():
+        found.setdefault(whole[offsets[index] : offsets[index + 1]], []).append(index)
+    return found
+
+
+def _pair_texts(
+    student: TokenTable, teacher: TokenTable, partner: npt.NDArray[np.int32], taken: npt.NDArray[np.bool_]
+) -> None:
+    """Equal bytes of one kind first, because SentencePiece has each ASCII byte twice; then whatever has equal bytes."""
+    for kinds in ((TEXT,), (BYTE,), (TEXT, BYTE)):
+        ours, theirs = _by_bytes(student, kinds, partner < 0), _by_bytes(teacher, kinds, ~taken)
+        for content, ids in ours.items():
+            for index, other in zip(ids, theirs.get(content, ()), strict=False):
+                partner[index] = other
+                taken[other] = True
+
+
+def _pair_specials(
+    student: TokenTable, teacher: TokenTable, partner: npt.NDArray[np.int32], taken: npt.NDArray[np.bool_]
+) -> None:
+    ours, theirs = pairing_roles(student.special), pairing_roles(teacher.special)
+    roles = [*NAMES, *(role for role in student.special if role not in NAMES)]
+    for same_name in (True, False):  # within a role, what has the same name too belongs together
+        for role in roles:
+            for index in student.special.get(role, ()):
+                for other in teacher.special.get(role, ()):
+                    named = student.contents[index] == teacher.contents[other]
+                    both = role in ours[index] and role in theirs[other]
+                    if partner[index] < 0 and not taken[other] and both and (named or not same_name):
+                        partner[index], taken[other] = other, True
+    by_content = {content: index for index, content in teacher.contents.items()}
+    for index, content in student.contents.items():
+        if partner[index] < 0 and content in by_content and not taken[by_content[content]]:
+            partner[index], taken[by_content[content]] = by_content[content], True
+
+
+def _projection(
+    student: TokenTable, teacher: TokenTable, partner: npt.NDArray[np.int32], decay: float, top: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    known = {
+        content: ids[0]
+        for kinds in ((BYTE,), (TEXT,))  # a token of text before a fallback for the same byte
+        for content, ids in _by_bytes(teacher, kinds, np.ones(len(teacher), dtype=np.bool_)).items()
+    }
+    longest = max(map(len, known), default=0)
+    lost = _for_nothing(teacher)
+    same_role = pairing_roles(student.special)
+    counts = np.zeros(len(student) + 1, dtype=np.int64)
+    indices: list[int] = []
+    values: list[float] = []
+    kinds, partners = student.kinds.tolist(), partner.tolist()
+    whole, offsets = student.buffer.tobytes(), student.offsets.tolist()
+    for index, kind in enumerate(kinds):
+        if kind == ABSENT:
+            continue
+        row: dict[int, float]
+        if partners[index] >= 0:
+            row = {partners[index]: 1.0}
+        elif kind == SPECIAL and (other := _of_role(teacher, same_role.get(index, set()))) is not None:
+            row = {other: 1.0}
+        else:
+            # A special that the teacher has no word for, it would write out.
+            text = student.contents[index].encode() if kind == SPECIAL else whole[offsets[index] : offsets[index + 1]]
+            row = _weights(_pieces(text, known, longest, lost), decay, top)
+        counts[index + 1] = len(row)
+        indices += row
+        values += row.values()
+    return np.cumsum(counts), np.array(indices, dtype=np.int32), np.array(values, dtype=np.float32)
+
+
+def _pieces(text: bytes, known: dict[bytes, int], longest: int, lost: int) -> Iterator[int]:
+    """The longest tokens that `text` begins with, one after the other."""
+    at = 0
+    while at < len(text):
+        for end in range(min(at + longest, len(text)), at, -1):
+            found = known.get(text[at:end])
+            if found is not None:
+                yield found
+                at = end
+                break
+        else:
+            yield lost
+            at += 1
+    if not text:
+        yield lost
+
+
+def _weights(pieces: Iterator[int], decay: float, top: int) -> dict[int, float]:
+    if not decay:
+        return {next(pieces): 1.0}
+    row: dict[int, float] = {}
+    weight = 1.0
+    for piece in pieces:
+        row[piece] = row.get(piece, 0.0) + weight
+        weight *= decay
+    kept = dict(sorted(row.items(), key=lambda item: -item[1])[:top])
+    total = sum(kept.values())
+    return {piece: value / total for piece, value in sorted(kept.items())}
+
+
+def _of_role(table: TokenTable, roles: set[str]) -> int | None:
+    for role in table.special:
+        if role in roles:
+            return table.special[role][0]
+    return None
+
+
+def _for_nothing(table: TokenTable) -> int:
+    """Where what the vocabulary cannot say goes."""
+    for role in ("unk", "eos"):
+        if role in table.special:
+            return table.special[role][0]
+    return int(np.argmax(table.kinds != ABSENT))
