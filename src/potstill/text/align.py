@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from potstill.text.edits import equal_stretches
 from potstill.text.roles import pairing_roles
-from potstill.text.tokens import ABSENT, SPECIAL, TokenTable, checked_ids, gather
+from potstill.text.tokens import ABSENT, SPACE, SPECIAL, TokenTable, checked_ids, gather
 from potstill.types import PotstillError
 
 Ints = npt.NDArray[np.int64]
@@ -68,6 +68,11 @@ def align_batch(
     atoms = _pair(student_table, teacher_table)
     student = _flat(student_ids, student_table, atoms[0], "the student's ids")
     teacher = _flat(teacher_ids, teacher_table, atoms[1], "the teacher's ids")
+    # One tokenizer may have put a space only if there was none; the other knows whether there was.
+    if _hides_space(student_table) and not _hides_space(teacher_table):
+        student = _flat(student_ids, student_table, atoms[0], "the student's ids", _spaced(teacher))
+    elif _hides_space(teacher_table) and not _hides_space(student_table):
+        teacher = _flat(teacher_ids, teacher_table, atoms[1], "the teacher's ids", _spaced(student))
     if _alike(student, teacher):
         s, t = _meet(student.bounds, teacher.bounds, int(student.bounds[-1]) + 1)
         cut = np.stack([s[:-1], s[1:], t[:-1], t[1:]])
@@ -149,7 +154,10 @@ class _Flat:
     atoms: npt.NDArray[np.uint16]
 
 
-def _flat(sequences: Sequence[npt.ArrayLike], table: TokenTable, atoms: _Atoms, what: str) -> _Flat:
+def _flat(
+    sequences: Sequence[npt.ArrayLike], table: TokenTable, atoms: _Atoms, what: str, spaced: Bools | None = None
+) -> _Flat:
+    """`spaced`: the sequences whose text begins with a space, if that is known."""
     parts = [checked_ids(ids, what) for ids in sequences]
     counts = np.array([len(part) for part in parts], dtype=np.int64)
     ids = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype=np.int64), *parts])
@@ -157,7 +165,7 @@ def _flat(sequences: Sequence[npt.ArrayLike], table: TokenTable, atoms: _Atoms, 
         ids = np.minimum(ids, len(table))
     spans, begins = atoms.spans[ids], atoms.begins[ids]
     if table.prefix != "none":
-        dummy = table.dummies(np.minimum(ids, len(table) - 1), np.cumsum(counts) - counts) & (ids < len(table))
+        dummy = _dummies(ids, table, np.cumsum(counts) - counts, spaced)
         spans, begins = spans - dummy, begins + dummy
     at = None
     last = np.cumsum(counts)
@@ -168,6 +176,30 @@ def _flat(sequences: Sequence[npt.ArrayLike], table: TokenTable, atoms: _Atoms, 
     bounds = np.zeros(len(ids) + 1, dtype=np.int64)
     np.cumsum(spans, out=bounds[1:])
     return _Flat(ids, at, counts, bounds, bounds[last], gather(atoms.buffer, begins, spans))
+
+
+def _dummies(ids: Ints, table: TokenTable, starts: Ints, spaced: Bools | None) -> Bools:
+    dummy = table.dummies(np.minimum(ids, len(table) - 1), starts) & (ids < len(table))
+    if spaced is not None and spaced.any():
+        held = np.flatnonzero(dummy)
+        sequence = np.searchsorted(starts, held, side="right") - 1
+        sequence, first = np.unique(sequence, return_index=True)
+        dummy[held[first][spaced[sequence]]] = False
+    return dummy
+
+
+def _hides_space(table: TokenTable) -> bool:
+    return table.prefix != "none" and not table.prefix_always
+
+
+def _spaced(side: _Flat) -> Bools:
+    """Which sequences begin with a space, whatever specials come before it."""
+    text = np.flatnonzero(side.atoms < FIRST_ROLE)
+    begins = np.append(0, side.ends[:-1])
+    first = np.append(text, len(side.atoms))[np.searchsorted(text, begins)]
+    there = first < side.ends
+    there[there] = side.atoms[first[there]] == SPACE
+    return np.asarray(there)
 
 
 def _alike(student: _Flat, teacher: _Flat) -> bool:

@@ -251,12 +251,13 @@ def _build(
     if unknown is not None and unknown not in roles.get("unk", ()):
         roles["unk"] = (*roles.get("unk", ()), unknown)
     for index in contents:
-        kinds[index], pieces[index] = SPECIAL, b""
+        kinds[index] = SPECIAL
+    pieces = [piece if kind in (TEXT, BYTE) else b"" for piece, kind in zip(pieces, kinds, strict=True)]
     added = [token["id"] for token in spec["added_tokens"]]
     prefix, always = prefix_of(spec)
     return _table(
         pieces, kinds, added,
-        special=roles, contents=contents, identity=keeps_text(spec), prefix=prefix, prefix_always=always,
+        special=roles, contents=contents, identity=keeps_text(spec) and (prefix == "none" or always), prefix=prefix, prefix_always=always,
         fingerprint=fingerprint, name=name,
     )  # fmt: skip
 
@@ -279,9 +280,10 @@ def _probed(table: TokenTable, backend: tokenizers.Tokenizer, spec: Mapping[str,
     text = [index for index in ids if table.kinds[index] != SPECIAL]
     theirs = backend.decode(text, skip_special_tokens=False)
     if text == ids and ours.decode("utf-8", "replace").strip() != theirs.strip():
+        who = f"the tokenizer {table.name}" if table.name else "the tokenizer"
         raise PotstillError(
-            f"the tokenizer {table.name} reads its tokens back as {theirs!r}, where potstill finds {ours!r} in them: it "
-            "is of a kind that potstill does not know"
+            f"{who} reads its own tokens back as {theirs[:30]!r}, where potstill finds {ours[:30]!r} in them: it is of a kind "
+            "that potstill does not know"
         )
     if ours == PROBE.encode() or not table.identity:
         return table
