@@ -136,6 +136,117 @@ def evaluate(
     )
 
 
+cache_app = typer.Typer(
+    no_args_is_help=True, help="A teacher's signal on disk: build once, distil any student from it."
+)
+app.add_typer(cache_app, name="cache")
+
+DATA = "Files (jsonl, parquet, arrow, txt; globs), or a data set folder or name."
+
+
+@cache_app.command(name="build")
+def cache_build(
+    what: Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe (.yaml), or a model with --data.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …, over the recipe's own.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the cache; default: the recipe's teachers[…].cache.")
+    ] = None,
+    teacher: Annotated[int, typer.Option(help="Which of the recipe's teachers, from 0.")] = 0,
+    kind: Annotated[
+        Literal["top_k", "sampled", "hidden", "chosen"] | None,
+        typer.Option(help="What to keep; default: the recipe's teachers[…].store, which is top_k."),
+    ] = None,
+    k: Annotated[int | None, typer.Option(help="top_k: how many tokens (64).")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="top_k: a temperature to learn at (1); may be repeated.")
+    ] = None,
+    draws: Annotated[int | None, typer.Option(help="sampled: how many draws (50).")] = None,
+    seed: Annotated[int | None, typer.Option(help="sampled: seed of the draws (0).")] = None,
+    data: Annotated[list[str] | None, typer.Option(help=f"With a model: {DATA}")] = None,
+    text: Annotated[str | None, typer.Option(help="With --data: column with the text.")] = None,
+    messages: Annotated[str | None, typer.Option(help="With --data: column with chats.")] = None,
+    prompt_column: Annotated[str | None, typer.Option(help="With --data: column with prompts.")] = None,
+    completion_column: Annotated[str | None, typer.Option(help="With --data: column with completions.")] = None,
+    split: Annotated[str, typer.Option(help="With --data: split of a data set.")] = "train",
+    piece_bytes: Annotated[int | None, typer.Option(help="With --data: cut texts into such pieces (4096).")] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"] | None,
+        typer.Option(help="With --data: of the model's weights."),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="With --data: hub revision of the model.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="With --data: run model code from the hub.")
+    ] = False,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens a forward pass; default 4096, on a GPU 16384.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+) -> None:
+    """Run a teacher over a data set once and keep what it says.
+
+    A build that was killed goes on when the same command is run again; under torchrun each process does its share. What is in
+    the cache already is not computed again, so documents can be added at any time.
+
+    Example: potstill cache build recipes/cached.yaml --out runs/cache
+    """
+    from potstill.evals.command import source_of
+    from potstill.teachers.command import build_cache
+
+    columns = {"text": text, "messages": messages, "prompt": prompt_column, "completion": completion_column}
+    build_cache(
+        what,
+        out=out,
+        source=source_of(data, **columns, split=split) if data else None,
+        store={"kind": kind, "k": k, "temperatures": temperature, "draws": draws, "seed": seed},
+        teacher=teacher,
+        overrides=overrides or [],
+        piece_bytes=piece_bytes,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        batch_tokens=batch_tokens,
+        device_name=device,
+    )
+
+
+@cache_app.command(name="verify")
+def cache_verify(
+    folder: Annotated[Path, typer.Argument(help="Folder of the cache.")],
+    teacher: Annotated[str | None, typer.Option(help="Also compute some documents again with this model.")] = None,
+    sample: Annotated[int, typer.Option(help="With --teacher: how many documents.")] = 32,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"] | None, typer.Option(help="With --teacher: of its weights.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
+    json_out: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Check every checksum, id and sum of a cache, and with the teacher what it says. Exit code 1 when something is wrong."""
+    from potstill.teachers.command import verify_cache
+
+    well = verify_cache(folder, teacher=teacher, sample=sample, dtype=dtype, device_name=device, as_json=json_out)
+    if not well:
+        raise typer.Exit(1)
+
+
+@cache_app.command(name="info")
+def cache_info(
+    folder: Annotated[Path, typer.Argument(help="Folder of the cache.")],
+    data: Annotated[list[str] | None, typer.Option(help=f"Also say how much of this is in it. {DATA}")] = None,
+    text: Annotated[str | None, typer.Option(help="With --data: column with the text.")] = None,
+    messages: Annotated[str | None, typer.Option(help="With --data: column with chats.")] = None,
+    prompt_column: Annotated[str | None, typer.Option(help="With --data: column with prompts.")] = None,
+    completion_column: Annotated[str | None, typer.Option(help="With --data: column with completions.")] = None,
+    split: Annotated[str, typer.Option(help="With --data: split of a data set.")] = "train",
+    json_out: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+) -> None:
+    """What a cache is, how large, and how much of a data set is in it."""
+    from potstill.evals.command import source_of
+    from potstill.teachers.command import show_info
+
+    columns = {"text": text, "messages": messages, "prompt": prompt_column, "completion": completion_column}
+    show_info(folder, source_of(data, **columns, split=split) if data else None, json_out)
+
+
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],

@@ -90,10 +90,37 @@ class StudentConfig(Section):
         return self
 
 
-class TeacherConfig(Section):
-    """A model to learn from. Its tokenizer must be the student's."""
+class StoreConfig(Section):
+    """What a cache keeps of a teacher; docs/cache.md says what each kind costs and gives."""
 
-    model: str = Field(description="a Hugging Face causal language model: folder, `shipped:NAME` or hub id")
+    kind: Literal["top_k", "sampled", "hidden", "chosen"] = Field(
+        "top_k",
+        description="top_k: the k likeliest tokens and the mass of the rest; sampled: draws; hidden: hidden states, exact; "
+        "chosen: only how likely the text's own tokens were",
+    )
+    k: Positive = Field(64, description="top_k: how many tokens")
+    temperatures: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = Field(
+        [1.0], description="top_k: temperatures at which a student may learn from it (2 bytes a token each)"
+    )
+    draws: Annotated[int, Field(gt=0, le=4096)] = Field(50, description="sampled: how many draws a token")
+    seed: int = Field(0, description="sampled: seed of the draws")
+
+
+class TeacherConfig(Section):
+    """A model to learn from, its signal on disk, or both. Its tokenizer must be the student's."""
+
+    model: str | None = Field(
+        None, description="a Hugging Face causal language model: folder, `shipped:NAME` or hub id"
+    )
+    cache: str | None = Field(
+        None,
+        description="folder that `potstill cache build` made: the teacher is never loaded; beside `model`: what it lacks is "
+        "computed and added",
+    )
+    on_missing: Literal["error", "skip"] = Field(
+        "error", description="with `cache` alone: what to do with a document that is not in it; skip counts and reports"
+    )
+    store: StoreConfig = StoreConfig()
     revision: str | None = Field(None, description="hub revision")
     weight: Annotated[float, Field(gt=0)] = Field(1.0, description="weight of this teacher's loss among several")
     dtype: Dtype | Literal["auto"] = Field(
@@ -104,6 +131,20 @@ class TeacherConfig(Section):
     )
     attn_implementation: str | None = Field(None, description="eager, sdpa, flash_attention_2, …")
     trust_remote_code: bool = Field(False, description="run model code from the hub")
+
+    @model_validator(mode="after")
+    def _an_origin(self) -> TeacherConfig:
+        if self.model is None and self.cache is None:
+            raise ValueError("give model, or cache, or both")
+        if self.model is not None and self.on_missing == "skip":
+            raise ValueError(
+                "on_missing: skip goes with a cache alone; with model beside it, what is missing is computed"
+            )
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.model or self.cache or ""
 
 
 class SourceConfig(Section):

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,18 @@ UNFINISHED = ".unfinished-"
 
 
 def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     beside = path.with_name(f"{UNFINISHED}{path.name}")
     try:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(beside, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
+        _sync(path.parent)
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise could_not_write(path, error) from error
@@ -79,6 +84,21 @@ def damage(folder: Path) -> str | None:
         raise PotstillError(
             f"cannot read {folder} ({error.strerror or error}): nothing was changed; try again"
         ) from error
+    return _difference(expected, found)
+
+
+def checksums_differ(folder: Path, expected: Mapping[str, Any]) -> str | None:
+    """What is wrong with some files of a folder, given what `checksums` once said of them, or None."""
+    there = {name for name in expected if (folder / name).is_file()}
+    return _difference(expected, {name: _checksum(folder / name, sync=False) for name in there})
+
+
+def checksums(folder: Path) -> dict[str, dict[str, int]]:
+    """Of all files in a folder, which are synced."""
+    return _checksums(folder, sync=True)
+
+
+def _difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
     for name, entry in expected.items():
         if name not in found:
             return f"{name} is missing"
@@ -102,16 +122,18 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _checksums(folder: Path, sync: bool) -> dict[str, dict[str, int]]:
-    entries = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST):
-        checksum, size = 0, 0
-        with open(path, "rb") as file:
-            if sync:
-                os.fsync(file.fileno())
-            while block := file.read(1 << 22):
-                checksum, size = zlib.crc32(block, checksum), size + len(block)
-        entries[str(path.relative_to(folder))] = {"bytes": size, "crc32": checksum}
-    return entries
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
+    return {str(path.relative_to(folder)): _checksum(path, sync) for path in paths}
+
+
+def _checksum(path: Path, sync: bool) -> dict[str, int]:
+    checksum, size = 0, 0
+    with open(path, "rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        while block := file.read(1 << 22):
+            checksum, size = zlib.crc32(block, checksum), size + len(block)
+    return {"bytes": size, "crc32": checksum}
 
 
 def _sync(folder: Path) -> None:

@@ -32,6 +32,9 @@ class Example:
     supervised: npt.NDArray[np.bool_]  # [L]; token i is to be predicted. Token 0 never is: nothing comes before it
     supervised_bytes: int  # UTF-8 bytes of `text` that the supervised tokens stand for
     messages: Sequence[Mapping[str, Any]] | None = None  # the conversation, for a teacher with its own template
+    tools: Sequence[Any] | None = None  # that were offered in it
+    spans: tuple[tuple[int, int], ...] | None = None  # characters of `text` that are supervised; None: all
+    ends: npt.NDArray[np.int64] | None = None  # [L]; where each token ends in `text`, in bytes, when asked for
     source: str = ""  # where it came from, for error messages: file and record
 
     @property
@@ -101,9 +104,15 @@ class TopKTarget:
     ids: Tensor  # int64 [N, K]
     logprobs: Tensor  # [N, K]
     tail: Tensor  # [N]
+    width: int | None = (
+        None  # ids it is over: the student's further ones leave the divergence's softmax; None: all of them
+    )
 
     def to(self, device: torch.device) -> TopKTarget:
         return _moved(self, device)
+
+    def select(self, rows: Tensor) -> TopKTarget:
+        return replace(self, ids=self.ids[rows], logprobs=self.logprobs[rows], tail=self.tail[rows])
 
 
 @dataclass(frozen=True)
@@ -112,9 +121,15 @@ class SampledTarget:
 
     ids: Tensor  # int64 [N, K]
     weights: Tensor  # [N, K]
+    entropy: Tensor | None = None  # [N], of the teacher: the loss is a cross-entropy, and KL is what it has beyond this
+    width: int | None = None  # as TopKTarget's
 
     def to(self, device: torch.device) -> SampledTarget:
         return _moved(self, device)
+
+    def select(self, rows: Tensor) -> SampledTarget:
+        entropy = None if self.entropy is None else self.entropy[rows]
+        return replace(self, ids=self.ids[rows], weights=self.weights[rows], entropy=entropy)
 
 
 Target = DenseTarget | TopKTarget | SampledTarget
@@ -126,8 +141,20 @@ class Teacher(Protocol):
     name: str
     weight: float
 
-    def targets(self, batch: Batch) -> Target:
+    def lacks(self, batch: Batch) -> Sequence[int]:
+        """Examples of the batch that it has nothing to say about and that are to be left out. On another thread."""
+        ...
+
+    def prepare(self, batch: Batch) -> Any:
+        """What can be made ready before `targets` is called, on the host and on another thread."""
+        ...
+
+    def targets(self, batch: Batch, prepared: Any) -> Target:
         """What the teacher says at each of the batch's rows, on the batch's device, outside autograd."""
+        ...
+
+    def close(self) -> None:
+        """At the end of a run, however it ends: put away what was gathered."""
         ...
 
 

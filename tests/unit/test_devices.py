@@ -19,6 +19,7 @@ from potstill.data import Window
 from potstill.losses import fused_linear_kd
 from potstill.models import LanguageModel
 from potstill.teachers.live import LiveTeacher
+from potstill.teachers.several import Prepared
 from potstill.training import loop
 from potstill.training.metrics import Stopwatch
 from potstill.training.optimizer import make_optimizers
@@ -51,6 +52,11 @@ class CountWaits(TorchDispatchMode):
         if function.overloadpacket in WAITS or boolean_index:
             self.seen.append(str(function))
         return function(*args, **(kwargs or {}))
+
+
+def ready(steps):
+    """Of a live teacher nothing is made ready."""
+    return Prepared(steps, [[None] for _ in steps.batches])
 
 
 def recipe(**train):
@@ -120,7 +126,7 @@ def test_a_step_on_fake_cuda_tensors_mixes_no_devices(fake_cuda, packed, optimiz
         monkeypatch.setattr(torch.Tensor, "backward", backward)
         batches = tuple(fake_batch(mode, batch) for batch in window(packed, 1).batches)
         steps = Window(batches, {}, {"supervised_tokens": 1}, 0)
-        metrics = loop.optimizer_step(settings, parts, steps, Run(Path(), total_steps=3), Stopwatch())
+        metrics = loop.optimizer_step(settings, parts, ready(steps), Run(Path(), total_steps=3), Stopwatch())
     assert metrics["step"] == 1
     assert reads[0].device == fake_cuda
     assert all(p.device == fake_cuda for p in parts.module.parameters())
@@ -162,12 +168,12 @@ def test_the_host_waits_once_a_step(packed, micro_batches, monkeypatch):
     reads = []
     real = loop.read
     monkeypatch.setattr(loop, "read", lambda values: reads.append(values.shape) or real(values))
-    loop.optimizer_step(settings, parts, window(packed, micro_batches), Run(Path(), total_steps=3), Stopwatch())
+    loop.optimizer_step(settings, parts, ready(window(packed, micro_batches)), Run(Path(), total_steps=3), Stopwatch())
     with CountWaits() as counter:
         for method in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
             note = functools.partial(noting, counter.seen, getattr(torch.Tensor, method), method)
             monkeypatch.setattr(torch.Tensor, method, functools.partialmethod(note))
-        loop.optimizer_step(settings, parts, window(packed, micro_batches), Run(Path(), 1, 3), Stopwatch())
+        loop.optimizer_step(settings, parts, ready(window(packed, micro_batches)), Run(Path(), 1, 3), Stopwatch())
     assert len(reads) == 2
     # The one read, for the log. On a CPU, where nobody waits, the backward pass looks whether its scale is 1.
     assert counter.seen == ["__bool__", "aten._local_scalar_dense.default"] * micro_batches + ["tolist"]

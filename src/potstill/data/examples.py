@@ -38,6 +38,7 @@ class Piece:
     split: bool = False  # of a conversation whose template rewrites earlier turns
     dropped: bool = False
     messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Any] | None = None
     source: str = ""
 
 
@@ -154,6 +155,7 @@ def _chat_pieces(
             first=number == 0,
             split=len(rendered.messages) < len(messages),
             messages=rendered.messages,
+            tools=tools,
             source=where,
         )
 
@@ -181,10 +183,12 @@ class Encoder:
     """Tokenizes pieces, many at once.
 
     For evaluation every token of the text is scored, the first too, and nothing but the text, whatever the tokenizer puts
-    around it: else bits per byte of two tokenizers would be of different bytes.
+    around it: else bits per byte of two tokenizers would be of different bytes. `ends`: examples know where tokens end.
     """
 
-    def __init__(self, tokenizer: Any, *, max_length: int, append_eos: bool, evaluation: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, *, max_length: int, append_eos: bool, evaluation: bool = False, ends: bool = False
+    ) -> None:
         if not tokenizer.is_fast:
             raise PotstillError(
                 f"the tokenizer {tokenizer.name_or_path} has no fast version (tokenizer.json), which is needed to tell "
@@ -193,6 +197,7 @@ class Encoder:
         self._backend = _untrimmed(tokenizer.backend_tokenizer)
         self._max_length = max_length
         self._evaluation = evaluation
+        self._ends = ends
         self._eos: int | None = tokenizer.eos_token_id if append_eos and not evaluation else None
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self._start: int | None = (eos if bos is None else bos) if evaluation else None
@@ -248,6 +253,9 @@ class Encoder:
             supervised=supervised,
             supervised_bytes=_bytes_covered(piece.text, with_bytes),
             messages=piece.messages,
+            tools=piece.tools,
+            spans=piece.spans,
+            ends=_byte_ends(piece.text, spans[:, 1]) if self._ends else None,
             source=piece.source,
         )
         return Encoded(piece, True, len(ids), cut, example)
@@ -285,6 +293,17 @@ def _bytes_covered(text: str, spans: npt.NDArray[np.int64]) -> int:
         return int(covered.sum())
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)[covered]
     return int(sum(int((points >= least).sum()) for least in (0, 0x80, 0x800, 0x10000)))
+
+
+def _byte_ends(text: str, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Ends of tokens in characters, as ends in UTF-8 bytes. Of several tokens of one character each ends where it does."""
+    ends = np.maximum.accumulate(ends)
+    if text.isascii():
+        return ends
+    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    sizes = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    result: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(sizes)])[ends]
+    return result
 
 
 def _untrimmed(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -71,3 +72,17 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
         supervised_tokens=len(positions),
         examples=tuple(examples),
     )
+
+
+def without(batch: Batch, left_out: Sequence[int]) -> Batch:
+    """The batch with nothing supervised in some of its examples. They are still read: what lies where does not change."""
+    counts = [example.supervised_tokens for example in batch.examples]
+    keep = np.ones(len(counts), dtype=np.bool_)
+    keep[list(left_out)] = False
+    kept = torch.from_numpy(np.repeat(keep, counts))
+    examples = tuple(
+        example if keeps else replace(example, supervised=np.zeros_like(example.supervised), supervised_bytes=0)
+        for example, keeps in zip(batch.examples, keep, strict=True)
+    )
+    rows = Rows(student=batch.rows.student[kept], teacher=batch.rows.teacher[kept], labels=batch.rows.labels[kept])
+    return replace(batch, rows=rows, supervised_tokens=len(rows), examples=examples)

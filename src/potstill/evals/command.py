@@ -15,7 +15,7 @@ from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.models import check_fit, load_student
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import checked
-from potstill.teachers.live import open_teachers
+from potstill.teachers.several import open_live
 from potstill.types import PotstillError
 
 SUFFIXES = (".jsonl", ".json", ".gz", ".parquet", ".arrow", ".txt")
@@ -45,9 +45,12 @@ def evaluate_model(
     device = pick_device(device_name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | ({"dtype": dtype} if dtype else {})
     student = load_student(StudentConfig(model=model, revision=revision, **options), device, seed=0, key="MODEL")
-    configs = [TeacherConfig(model=teacher, **options)] if teacher else []
-    teachers = open_teachers(configs, student, device, key="--teacher")
-    models = [(model, student), *((t.name, t.language_model) for t in teachers)]
+    opened = (
+        open_live(TeacherConfig(model=teacher, **options), student, device, "--teacher", "--teacher")
+        if teacher
+        else None
+    )
+    models = [(model, student), *([(opened.name, opened.language_model)] if opened is not None else [])]
     if max_length is None:
         data = data.model_copy(update={"max_length": min([1024, *(m.positions for _, m in models if m.positions)])})
     for who, language_model in models:
@@ -56,7 +59,7 @@ def evaluate_model(
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("evaluating", total=None)
         batches = evaluation_batches(data, student, batch_size, examples, "--data")
-        result = evaluate(student, teachers[0] if teachers else None, batches, device, lambda n: bar.advance(task, n))
+        result = evaluate(student, opened, batches, device, lambda n: bar.advance(task, n))
     result["samples"] = complete(student, prompts, max_new_tokens)
     print(json.dumps(result, ensure_ascii=False)) if as_json else show(console, result)
     return result

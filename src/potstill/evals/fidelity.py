@@ -12,9 +12,10 @@ from torch import Tensor
 
 from potstill.config import DataConfig
 from potstill.data import Windows
-from potstill.losses import DenseTarget, compare_rows
+from potstill.losses import compare_rows
 from potstill.models import LanguageModel
-from potstill.types import Batch, PotstillError, Teacher
+from potstill.teachers.live import LiveTeacher
+from potstill.types import Batch, PotstillError
 
 CALIBRATION_BINS = 15
 
@@ -22,7 +23,7 @@ CALIBRATION_BINS = 15
 @torch.no_grad()
 def evaluate(
     student: LanguageModel,
-    teacher: Teacher | None,
+    teacher: LiveTeacher | None,
     batches: Iterable[Batch],
     device: torch.device,
     progress: Callable[[int], None] = lambda rows: None,
@@ -37,7 +38,6 @@ def evaluate(
         batch = host_batch.to(device)
         head = student.at_rows(student.hidden(batch, batch.rows.student))
         target = teacher.targets(batch) if teacher is not None else None
-        assert target is None or isinstance(target, DenseTarget)
         stats = compare_rows(head, batch.rows.labels, target)
         columns = [torch.ones_like(stats.nll), stats.nll, stats.kl, stats.agreement, stats.correct]
         sums += torch.stack([stats.nll.new_zeros(()) if c is None else c.double().sum() for c in columns]).cpu()

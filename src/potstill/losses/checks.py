@@ -55,6 +55,8 @@ def check_call(
     for _, target in targets:
         if isinstance(target, DenseTarget):
             _check_dense(target, n, v, sharded)
+        elif isinstance(target, TopKTarget | SampledTarget) and target.width is not None and target.width < 1:
+            raise ValueError(f"the target's width must be at least 1, not {target.width}")
         elif isinstance(target, TopKTarget):
             _check_entries(target.ids, target.logprobs, n, "logprobs")
             if target.tail.shape != (n,) or not target.tail.is_floating_point():
@@ -62,6 +64,8 @@ def check_call(
                 raise ValueError(f"target tail {tail} must be [{n}], one a row, and floating point")
         elif isinstance(target, SampledTarget):
             _check_entries(target.ids, target.weights, n, "weights")
+            if target.entropy is not None and target.entropy.shape != (n,):
+                raise ValueError(f"target entropy {list(target.entropy.shape)} must be [{n}], one a row")
             if divergence != "forward_kl":
                 raise ValueError(f"sampled targets are unbiased for forward_kl only, not for {divergence}")
         else:

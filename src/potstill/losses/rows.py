@@ -251,6 +251,7 @@ def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tens
     subtraction loses everything in float32 when the student has nearly all of its mass on the kept ids."""
     columns, ids = call.columns, target.ids[rows]
     where, inside = columns.local(ids)
+    z[:, columns.beyond(target.width) :] = -math.inf
     kept = columns.gather(z, ids, -math.inf)
     if inside is None:
         z.scatter_(-1, where, -math.inf)
@@ -290,6 +291,7 @@ def _sampled(z: Tensor, target: SampledTarget, rows: slice, call: Call, scratch:
     """Cross-entropy to the draws: unbiased for forward KL up to the teacher's entropy."""
     columns, ids, shares = call.columns, target.ids[rows], target.weights[rows].to(z.dtype)
     q = scratch("q", *z.shape)
+    z[:, columns.beyond(target.width) :] = -math.inf
     (mass,) = _softmax(columns, (z, q))
     (value,) = columns.total((shares * columns.gather(z, ids, 0.0)).sum(-1))
     value -= shares.sum(-1) * mass.log()

@@ -31,6 +31,10 @@ class Columns:
     def first(self) -> bool:
         return self.start == 0
 
+    def beyond(self, width: int | None) -> int:
+        """The first column of this slice that a target over the first `width` ids does not have."""
+        return self.size if width is None else min(max(width - self.start, 0), self.size)
+
     def largest(self, *rows: Tensor) -> tuple[Tensor, ...]:
         return self._reduced(rows, dist.ReduceOp.MAX)
 

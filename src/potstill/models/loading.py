@@ -50,6 +50,7 @@ def load_student(config: StudentConfig, device: torch.device, seed: int, key: st
 
 def load_teacher(config: TeacherConfig, device: torch.device, where: str, key: str | None = None) -> LanguageModel:
     """`where`: the teacher's place in the recipe; `key`: what messages call its name where it is from no recipe."""
+    assert config.model is not None
     key = key or f"{where}.model"
     options: dict[str, Any] = {"dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)}
     if config.dtype == "auto" and device.type == "cpu":

@@ -102,14 +102,30 @@ def _unspaced(text: str) -> str:
 
 
 def shared_ids(student: LanguageModel, teacher: LanguageModel, where: str) -> int:
-    """How many ids both tokenizers give the same meaning; an error when they are not the same tokenizer.
+    """How many ids both models' tokenizers give the same meaning; an error when they are not the same tokenizer, or when a
+    model has fewer."""
+    width = same_tokenizer(student.tokenizer, teacher.tokenizer, where)
+    check_rows("student", student, width, where)
+    check_rows("teacher", teacher, width, where)
+    return width
+
+
+def check_rows(who: str, language_model: LanguageModel, width: int, where: str) -> None:
+    model = language_model.model
+    rows = min(m.weight.shape[0] for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    if rows < width:
+        raise PotstillError(f"{where}: the {who} has {rows} embeddings or rows of its head for {width} shared ids")
+
+
+def same_tokenizer(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, where: str) -> int:
+    """How many ids both give the same meaning; an error when they are not the same tokenizer.
 
     Compared by content: the same text must give the same ids, and each id must stand for the same token. Extra ids at the
     end of the teacher's (added tokens, padding of the matrices) are left out of the divergence; the teacher could not read
     such ids of the student's."""
-    ours, theirs = _content(student.tokenizer), _content(teacher.tokenizer)
-    mine, other = student.tokenizer.convert_ids_to_tokens, teacher.tokenizer.convert_ids_to_tokens
-    width = min(len(student.tokenizer), len(teacher.tokenizer))
+    ours, theirs = _content(student), _content(teacher)
+    mine, other = student.convert_ids_to_tokens, teacher.convert_ids_to_tokens
+    width = min(len(student), len(teacher))
     for index, (a, b) in enumerate(zip(mine(range(width)), other(range(width)), strict=True)):
         if a != b:
             raise PotstillError(
@@ -121,22 +137,17 @@ def shared_ids(student: LanguageModel, teacher: LanguageModel, where: str) -> in
         raise PotstillError(
             f"{where}: the teacher's tokenizer has the student's tokens but cuts text differently ({', '.join(differing)})"
         )
-    if len(student.tokenizer) > width:
+    if len(student) > width:
         raise PotstillError(
             f"{where}: the student's tokenizer has {mine(width)!r} (id {width}), which the teacher's has not, so the teacher "
             "could not read it: take the teacher's tokenizer for the student (student.tokenizer)"
         )
-    framed, expected = mine(student.tokenizer(WORDS[0]).input_ids), other(teacher.tokenizer(WORDS[0]).input_ids)
+    framed, expected = mine(student(WORDS[0]).input_ids), other(teacher(WORDS[0]).input_ids)
     if framed != expected:
         raise PotstillError(
             f"{where}: the student's tokenizer makes {framed} of {WORDS[0]!r} and the teacher's {expected}, so the teacher "
             "would read text unlike what it was trained on: take the teacher's tokenizer for the student (student.tokenizer)"
         )
-    for who, language_model in (("student", student), ("teacher", teacher)):
-        model = language_model.model
-        rows = min(m.weight.shape[0] for m in (model.get_input_embeddings(), model.get_output_embeddings()))
-        if rows < width:
-            raise PotstillError(f"{where}: the {who} has {rows} embeddings or rows of its head for {width} shared ids")
     return width
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from potstill.config import TeacherConfig
-from potstill.models import LanguageModel, load_teacher, shared_ids
+from potstill.models import LanguageModel
 from potstill.types import Batch, DenseTarget
 
 
@@ -18,20 +20,16 @@ class LiveTeacher:
         self.name = name
         self.weight = weight
 
+    def lacks(self, batch: Batch) -> Sequence[int]:
+        return ()
+
+    def prepare(self, batch: Batch) -> None:
+        """There is nothing to do without the device."""
+
     @torch.no_grad()  # not inference_mode: its tensors could not enter the student's backward
-    def targets(self, batch: Batch) -> DenseTarget:
+    def targets(self, batch: Batch, prepared: Any = None) -> DenseTarget:
         hidden = self.language_model.hidden(batch, batch.rows.teacher)
         return self.language_model.at_rows(hidden, self.width)
 
-
-def open_teachers(
-    configs: list[TeacherConfig], student: LanguageModel, device: torch.device, key: str | None = None
-) -> list[LiveTeacher]:
-    """`key`: what messages call a teacher that is from no recipe."""
-    teachers = []
-    for index, config in enumerate(configs):
-        where = key or f"teachers[{index}]"
-        language_model = load_teacher(config, device, where, key)
-        width = shared_ids(student, language_model, where)
-        teachers.append(LiveTeacher(language_model, width, config.model, config.weight))
-    return teachers
+    def close(self) -> None:
+        """It keeps nothing."""

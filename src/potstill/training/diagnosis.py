@@ -10,22 +10,23 @@ from torch import nn
 from potstill.types import Batch, DenseTarget, PotstillError
 
 if TYPE_CHECKING:
-    from potstill.data import Window
+    from potstill.teachers.several import Prepared
     from potstill.training.setup import Parts
     from potstill.training.student import LossKnobs
 
 
 @torch.no_grad()
-def diagnose(parts: Parts, window: Window, knobs: LossKnobs, step: int) -> str:
+def diagnose(parts: Parts, prepared: Prepared, knobs: LossKnobs, step: int) -> str:
     """One sentence: step, micro-batch, documents, and the likely cause."""
     nothing_taken = "; the step was not taken and the last checkpoint is untouched"
     refuse_broken_weights(parts.module, step - 1)
-    for number, host_batch in enumerate(window.batches, 1):
+    batches = prepared.window.batches
+    for number, (host_batch, ready) in enumerate(zip(batches, prepared.ready, strict=True), 1):
         batch = host_batch.to(parts.device)
-        where = f"step {step}, micro-batch {number} of {len(window.batches)} ({_documents(batch)})"
+        where = f"step {step}, micro-batch {number} of {len(batches)} ({_documents(batch)})"
         targets = []
-        for index, teacher in enumerate(parts.teachers):
-            target = teacher.targets(batch)
+        for index, (teacher, made) in enumerate(zip(parts.teachers, ready, strict=True)):
+            target = teacher.targets(batch, made)
             targets.append((teacher.weight, target))
             if isinstance(target, DenseTarget) and (what := _not_finite(target)):
                 cause = f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"

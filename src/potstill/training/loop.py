@@ -14,9 +14,10 @@ from rich.console import Console
 from torch import Tensor
 
 from potstill.config import Recipe, value_at
-from potstill.data import Prefetched, Window
+from potstill.data import Prefetched
 from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
 from potstill.recipe import load_recipe
+from potstill.teachers.several import Prepared, prepared
 from potstill.training.checkpoint import Progress
 from potstill.training.diagnosis import diagnose, refuse_broken_weights
 from potstill.training.metrics import Stopwatch, peak_memory_bytes, watchers
@@ -40,19 +41,23 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         source = parts.windows(progress.data)
-        windows = stack.enter_context(Prefetched(source, depth=source.group_windows))
+        read = stack.enter_context(Prefetched(source, depth=source.group_windows))
+        windows = stack.enter_context(Prefetched(prepared(read, parts.teachers), depth=1))
+        for teacher in parts.teachers:
+            stack.callback(teacher.close)
         for watcher in watching:
             watcher.started(run)
             stack.callback(watcher.ended, run)
         while run.step < run.total_steps and not run.stopped_by:
             with clock.of("data"):
-                window = next(windows, None)
-            if window is None:
+                following = next(windows, None)
+            if following is None:
                 raise PotstillError(
                     f"data: it ended after step {run.step} of {run.total_steps}: there is less of it than when the run began; "
                     "put back what was there, or begin anew with run="
                 )
-            metrics = optimizer_step(recipe, parts, window, run, clock)
+            window = following.window
+            metrics = optimizer_step(recipe, parts, following, run, clock)
             run.step, run.counts = run.step + 1, window.counts
             progress = replace(
                 progress, step=run.step, data=window.state, counts=window.counts, tokens=metrics["tokens"]
@@ -79,14 +84,15 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
     return run
 
 
-def optimizer_step(recipe: Recipe, parts: Parts, window: Window, run: Run, clock: Stopwatch) -> dict[str, Any]:
+def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock: Stopwatch) -> dict[str, Any]:
     """All micro-batches of a window, one division, one optimizer step. Gives the step's metrics."""
+    window = step.window
     knobs = loss_knobs(recipe, run.step / max(1, run.total_steps - 1))
     tokens = _supervised_tokens(window.batches)
     sums = torch.zeros(len(SUMS), device=parts.device)
     stat_rows = recipe.log.stat_rows
     teachers = parts.teachers if knobs.kd_weight else []  # a teacher without weight is not asked
-    for batch, targets in _ahead(window.batches, teachers, parts.device, clock):
+    for batch, targets in _ahead(step, teachers, parts.device, clock):
         with clock.of("student"):
             with parts.autocast():
                 loss, micro_sums = parts.module(batch, targets, tokens, knobs, stat_rows)
@@ -97,7 +103,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, window: Window, run: Run, clock
         norm = torch.nn.utils.clip_grad_norm_(parts.module.parameters(), recipe.train.clip or math.inf)
         *totals, norm_value = read(torch.cat([sum_over_ranks(sums), norm.float().view(1)]))
         if not (math.isfinite(totals[0]) and math.isfinite(norm_value)):
-            raise PotstillError(diagnose(parts, window, knobs, run.step + 1))
+            raise PotstillError(diagnose(parts, step, knobs, run.step + 1))
         lr = set_lr(parts.optimizers, lr_factor(run.step, run.total_steps, recipe.train.lr_schedule))
         for optimizer in parts.optimizers:
             optimizer.step()
@@ -112,7 +118,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, window: Window, run: Run, clock
         "temperature": knobs.temperature,
         "kd_weight": knobs.kd_weight if teachers else 0.0,
         "ce_weight": knobs.ce_weight,
-        **_means(of, bool(teachers)),
+        **_means(of),
         "grad_norm": norm_value,
         "lr": lr,
         "tokens": window.counts["supervised_tokens"],
@@ -146,21 +152,22 @@ def _supervised_tokens(batches: Sequence[Batch]) -> int:
 
 
 def _ahead(
-    batches: Sequence[Batch], teachers: Sequence[Teacher], device: torch.device, clock: Stopwatch
+    step: Prepared, teachers: Sequence[Teacher], device: torch.device, clock: Stopwatch
 ) -> Iterator[tuple[Batch, list[tuple[float, Target]]]]:
     """Each micro-batch on the device, with its targets."""
-    for host_batch in batches:
+    for host_batch, ready in zip(step.window.batches, step.ready, strict=True):
         batch = host_batch.to(device)
         with clock.of("teacher"):
-            targets: list[tuple[float, Target]] = [(t.weight, t.targets(batch)) for t in teachers]
+            asked = zip(teachers, ready, strict=False)  # none is asked when their loss has no weight
+            targets: list[tuple[float, Target]] = [(t.weight, t.targets(batch, made)) for t, made in asked]
         yield batch, targets
 
 
-def _means(of: Mapping[str, float], teacher: bool) -> dict[str, float | None]:
-    """Means over the step's sampled rows; None where nothing was sampled or there is no teacher."""
+def _means(of: Mapping[str, float]) -> dict[str, float | None]:
+    """Means over the step's sampled rows; None where nothing was sampled, or it is not known."""
     rows = of["stat_rows"]
-    needs_teacher = {"kl": True, "teacher_entropy": True, "student_entropy": False, "agreement": True}
-    return {key: of[key] / rows if rows and (teacher or not needs) else None for key, needs in needs_teacher.items()}
+    keys = ("kl", "teacher_entropy", "student_entropy", "agreement")
+    return {key: of[key] / rows if rows and not math.isnan(of[key]) else None for key in keys}
 
 
 def _speed(seconds: Mapping[str, float], tokens: int) -> dict[str, float]:

@@ -21,7 +21,7 @@ from potstill.files import write_text
 from potstill.models import LanguageModel, check_fit, load_student
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
-from potstill.teachers.live import open_teachers
+from potstill.teachers.several import open_teachers, with_pieces_of
 from potstill.training.checkpoint import Checkpoints, Progress
 from potstill.training.metrics import EVALS, whole_lines
 from potstill.training.optimizer import make_optimizers
@@ -99,12 +99,13 @@ def assemble(recipe: Recipe) -> Parts:
     """Load the models and check that they, the data and the recipe fit together."""
     device = pick_device(recipe.train.device)
     student = load_student(recipe.student, device, recipe.train.seed)
-    teachers = open_teachers(recipe.teachers, student, device)
+    data = with_pieces_of(recipe.data, recipe.teachers)
+    faculty = open_teachers(recipe.teachers, student, data, recipe.loss, device)
     for who, language_model in [
         ("the student", student),
-        *((f"the teacher {t.name}", t.language_model) for t in teachers),
+        *((f"the teacher {t.name}", t.language_model) for t in faculty.live),
     ]:
-        check_fit(recipe.data, "data", who, language_model)
+        check_fit(data, "data", who, language_model)
         if recipe.eval is not None:
             check_fit(recipe.eval.data, "eval.data", who, language_model)
     if recipe.train.gradient_checkpointing:
@@ -117,7 +118,7 @@ def assemble(recipe: Recipe) -> Parts:
 
     def windows(state: dict[str, Any] | None) -> Windows:
         return Windows(
-            recipe.data,
+            data,
             student.tokenizer,
             batch_size=recipe.train.batch_size,
             micro_batch_size=recipe.train.micro,
@@ -131,11 +132,11 @@ def assemble(recipe: Recipe) -> Parts:
         assert recipe.eval is not None
         if not held_out:
             held_out.extend(evaluation_batches(recipe.eval.data, student, recipe.eval.batch_size, recipe.eval.examples))
-        result = evaluate(student, teachers[0] if teachers else None, held_out, device)
+        result = evaluate(student, faculty.live[0] if faculty.live else None, held_out, device)
         return {**result, "samples": complete(student, recipe.eval.prompts, recipe.eval.max_new_tokens)}
 
     precision = recipe.train.precision
-    return Parts(device, student, module, teachers, optimizers, precision, windows, evaluate_student)
+    return Parts(device, student, module, faculty.teachers, optimizers, precision, windows, evaluate_student)
 
 
 def resume(recipe: Recipe, run: Run, parts: Parts, checkpoints: Checkpoints, console: Console) -> Progress:
@@ -169,7 +170,7 @@ def _last_evaluation(path: Path, step: int) -> dict[str, Any] | None:
 
 def _count_steps(recipe: Recipe, student: LanguageModel, console: Console) -> int:
     """With `train.epochs`, the schedule needs to know how many steps they are."""
-    data, train = recipe.data, recipe.train
+    data, train = with_pieces_of(recipe.data, recipe.teachers), recipe.train
     assert train.epochs is not None
     with console.status("counting the steps of train.epochs …") as status:
         return count_windows(

@@ -74,16 +74,19 @@ class StudentLoss(nn.Module):
         sums = torch.zeros(len(SUMS), dtype=torch.float32, device=out.loss.device)
         sums[0], sums[1], sums[2] = out.loss.detach(), out.kd.sum(), out.ce.sum()
         if stat_rows and len(batch.rows):
-            sums[3:] = _sampled_stats(head, batch.rows.labels, targets, stat_rows)
+            teacher = targets[0][1] if targets else None
+            if knobs.temperature != 1.0 and not isinstance(teacher, DenseTarget):
+                teacher = None  # a truncated one is at the loss's temperature, and the log is at T = 1
+            sums[3:] = _sampled_stats(head, batch.rows.labels, teacher, stat_rows)
         return out.loss, sums
 
 
 @torch.no_grad()
-def _sampled_stats(head: DenseTarget, labels: Tensor, targets: Sequence[tuple[float, Target]], rows: int) -> Tensor:
-    """Sums over a sample of the rows, evenly spread: number of rows, KL at T = 1, both entropies, top-1 agreement."""
+def _sampled_stats(head: DenseTarget, labels: Tensor, teacher: Target | None, rows: int) -> Tensor:
+    """Sums over a sample of the rows, evenly spread: number of rows, KL to the first teacher at T = 1, both entropies, top-1
+    agreement. NaN: not known."""
     chosen = torch.arange(0, labels.shape[0], max(1, labels.shape[0] // rows), device=labels.device)[:rows]
-    teacher = next((t for _, t in targets if isinstance(t, DenseTarget)), None)
     stats = compare_rows(head.select(chosen), labels[chosen], None if teacher is None else teacher.select(chosen))
-    zero = torch.zeros_like(stats.student_entropy)
-    columns = [torch.ones_like(zero), stats.kl, stats.teacher_entropy, stats.student_entropy, stats.agreement]
-    return torch.stack([(zero if column is None else column).sum() for column in columns])
+    unknown = torch.full_like(stats.student_entropy, torch.nan)
+    columns = [torch.ones_like(unknown), stats.kl, stats.teacher_entropy, stats.student_entropy, stats.agreement]
+    return torch.stack([(unknown if column is None else column).sum() for column in columns])

@@ -1,0 +1,277 @@
+"""`potstill cache build`: run a teacher over a data set once, and keep what it says.
+
+Which documents share a batch depends on the data alone, not on what was done before or on how many processes there are: a
+build that was killed, or spread over other processes, ends with the same content. Each process writes shards of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from potstill.config import DataConfig, StoreConfig
+from potstill.data import Piece, collate
+from potstill.files import UNFINISHED
+from potstill.models import LanguageModel
+from potstill.teachers.codec import LARGEST_VOCABULARY, Format, encode, to_bytes
+from potstill.teachers.reading import TeacherText, chat_kwargs, dtype_name, fingerprints, piece_bytes, pieces_of
+from potstill.teachers.signal import signal_of, uniforms
+from potstill.teachers.store import SHARD_BYTES, Cache, Writer, adopt, create, signal_keys
+from potstill.types import Batch, Example, PotstillError
+
+GROUP_PIECES = 2048  # sorted by length together
+SHARD_SECONDS = 60.0  # at most so much work is lost when a build is killed
+WAITING = 4  # batches whose signal waits to be packed and written
+STALE_SECONDS = 600.0  # an unfinished file older than this has no writer any more
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a build is; of this process alone but for the totals."""
+
+    documents: int  # done by this process
+    tokens: int
+    bytes: int  # of the cache, per this process
+    text_bytes: int  # done, of `total_text_bytes` that this process has to do (0: not known)
+    total_text_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Built:
+    documents: int  # added by this process
+    tokens: int
+    there: int  # documents of the data that were in the cache already
+    unpredictable: int  # documents with nothing to predict in them
+    seconds: float
+
+
+def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
+    vocabulary = min(len(teacher.tokenizer), teacher.model.get_output_embeddings().weight.shape[0])
+    if vocabulary > LARGEST_VOCABULARY:
+        raise PotstillError(
+            f"a cache holds vocabularies of up to {LARGEST_VOCABULARY:,} ids; the teacher's has {vocabulary:,}"
+        )
+    if store.kind == "top_k" and store.k > vocabulary:
+        raise PotstillError(
+            f"the cache's k is {store.k} and the teacher has {vocabulary} ids: choose a k of at most that"
+        )
+    if store.kind == "top_k":
+        return Format("top_k", vocabulary, k=store.k, temperatures=tuple(sorted(store.temperatures)))
+    if store.kind == "sampled":
+        return Format("sampled", vocabulary, draws=store.draws, seed=store.seed)
+    if store.kind == "hidden":
+        weight = teacher.model.get_output_embeddings().weight
+        return Format("hidden", vocabulary, width=weight.shape[1], dtype=dtype_name(teacher.model.dtype))
+    return Format("chosen", vocabulary)
+
+
+class Scribe:
+    """Computes documents and adds them to a cache; packing and writing happen on a thread of their own."""
+
+    def __init__(
+        self, teacher: LanguageModel, store: StoreConfig, folder: Path, *, name: str, data: DataConfig
+    ) -> None:
+        self.teacher = teacher
+        self.form = format_of(store, teacher)
+        self.text = TeacherText(teacher.tokenizer, teacher.positions)
+        self.writer = Writer(folder)
+        found = fingerprints(teacher)
+        identity = {
+            "kind": self.form.kind,
+            "signal": signal_keys(self.form),
+            "teacher": {"model": name, "weights": found.weights, "dtype": dtype_name(teacher.model.dtype)},
+            "tokenizer": found.tokenizer,
+            "chat": {"template": found.template, "kwargs": chat_kwargs(data)},
+            "piece_bytes": piece_bytes(data),
+        }
+        create(folder, identity, self._beside)
+        self._remove_stale(folder)
+        self.documents = self.tokens = self.bytes = 0
+        self._began = time.monotonic()
+        self._worker = ThreadPoolExecutor(1, "scribe")
+        self._pending: list[Future[None]] = []
+
+    def _beside(self, folder: Path) -> None:
+        """What a reader needs besides the shards: the tokenizer, and with hidden states the head."""
+        self.teacher.tokenizer.save_pretrained(folder / "tokenizer")
+        if self.form.kind == "hidden":
+            head = self.teacher.at_rows(torch.empty(0), self.form.vocabulary)
+            assert head.weight is not None
+            tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+            numbers = {"softcap": head.softcap, "logit_scale": head.logit_scale}
+            metadata = {key: repr(value) for key, value in numbers.items() if value is not None}
+            tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+            safetensors.torch.save_file(tensors, folder / "head.safetensors", metadata)
+
+    @staticmethod
+    def _remove_stale(folder: Path) -> None:
+        for left in folder.glob(f"{UNFINISHED}*"):
+            if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                left.unlink(missing_ok=True)
+
+    def write(self, examples: Sequence[Example]) -> None:
+        """Run the teacher on some documents, in its own tokens, and hand what it says to the thread that writes."""
+        batch = collate([[example] for example in examples], pad_id=0).to(self.teacher.model.device)
+        signal_rows = self._signal(batch)
+        while len(self._pending) >= WAITING:
+            self._pending.pop(0).result()
+        self._pending.append(self._worker.submit(self._add, examples, signal_rows))
+
+    def _signal(self, batch: Batch) -> dict[str, Any]:
+        hidden = self.teacher.hidden(batch, batch.rows.teacher)
+        random = None
+        if self.form.kind == "sampled":
+            parts = [uniforms(self.form.seed, e.key, e.supervised_tokens, self.form.draws) for e in batch.examples]
+            random = np.concatenate(parts)
+        return signal_of(self.form, self.teacher.at_rows(hidden, self.form.vocabulary), batch.rows.labels, random)
+
+    def _add(self, examples: Sequence[Example], signal_rows: dict[str, Any]) -> None:
+        streams = encode(self.form, signal_rows)
+        begin = 0
+        for example in examples:
+            end = begin + example.supervised_tokens
+            assert example.ends is not None
+            rows = {name: stream[begin:end] for name, stream in streams.items()}
+            data = to_bytes(self.form, example.ids, example.ends, example.supervised, rows)
+            self.writer.add(example.key, len(example.ids), data)
+            self.documents, self.tokens, self.bytes = (
+                self.documents + 1,
+                self.tokens + len(example.ids),
+                self.bytes + len(data),
+            )
+            begin = end
+        if self.writer.size >= SHARD_BYTES or time.monotonic() - self._began > SHARD_SECONDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        self.writer.flush()
+        self._began = time.monotonic()
+
+    def settle(self) -> None:
+        """Wait until everything handed over is packed (not: on disk)."""
+        while self._pending:
+            self._pending.pop(0).result()
+
+    def close(self) -> None:
+        """Put everything on disk."""
+        try:
+            self.settle()
+            self._worker.submit(self._flush).result()
+        finally:
+            self._worker.shutdown()
+
+
+def build(
+    teacher: LanguageModel,
+    store: StoreConfig,
+    data: DataConfig,
+    folder: Path,
+    *,
+    name: str,
+    key: str = "data",
+    batch_tokens: int = 4096,
+    rank: int = 0,
+    world: int = 1,
+    progress: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Built:
+    """Add to the cache in `folder` every document of `data` that it lacks."""
+    begin = time.monotonic()
+    scribe = Scribe(teacher, store, folder, name=name, data=data)
+    lost, names = adopt(folder)
+    if names:
+        more = ", …" if names[1:] else ""
+        say(f"{len(names)} shards of {folder} are gone ({names[0]}{more}): their {lost:,} documents are computed again")
+    cache = Cache(folder)
+    streaming = any(source.streaming for source in data.sources)
+    there, total = (0, 0) if streaming else _to_do(cache, data, teacher, key)
+    done = unpredictable = 0
+    try:
+        with _signals_as_interrupts():
+            for number, batch in enumerate(_batches(pieces_of(data, teacher.tokenizer, key), batch_tokens)):
+                if number % world != rank:
+                    continue
+                missing = [piece for piece, at in zip(batch, cache.find([p.key for p in batch]), strict=True) if at < 0]
+                examples = [example for example in scribe.text(missing) if example is not None]
+                unpredictable += len(missing) - len(examples)
+                for some in _by_tokens(examples, batch_tokens):
+                    scribe.write(some)
+                done += sum(len(piece.text.encode()) for piece in missing)
+                seconds = time.monotonic() - begin
+                progress(Progress(scribe.documents, scribe.tokens, scribe.bytes, done, total // world, seconds))
+    finally:
+        scribe.close()
+    return Built(scribe.documents, scribe.tokens, there, unpredictable, time.monotonic() - begin)
+
+
+def _to_do(cache: Cache, data: DataConfig, teacher: LanguageModel, key: str) -> tuple[int, int]:
+    """How many documents are there already, and how many bytes of text are not."""
+    there = total = 0
+    pieces = pieces_of(data, teacher.tokenizer, key)
+    while some := list(islice(pieces, GROUP_PIECES)):
+        found = cache.find([piece.key for piece in some]) >= 0
+        there += int(found.sum())
+        total += sum(len(piece.text.encode()) for piece, here in zip(some, found, strict=True) if not here)
+    return there, total
+
+
+def _batches(pieces: Iterator[Piece], batch_tokens: int) -> Iterator[list[Piece]]:
+    """Pieces of like lengths. Lengths are in bytes: only who computes a batch needs its tokens."""
+    while group := list(islice(pieces, GROUP_PIECES)):
+        group.sort(key=lambda piece: (len(piece.text.encode()), piece.key))
+        batch: list[Piece] = []
+        for piece in group:
+            if batch and (len(batch) + 1) * len(piece.text.encode()) > 4 * batch_tokens:
+                yield batch
+                batch = []
+            batch.append(piece)
+        yield batch
+
+
+def _by_tokens(examples: list[Example], batch_tokens: int) -> Iterator[list[Example]]:
+    """The same, in parts that fit: some texts have more tokens a byte than others."""
+    examples = sorted(examples, key=lambda example: len(example.ids))
+    batch: list[Example] = []
+    for example in examples:
+        if batch and (len(batch) + 1) * len(example.ids) > 2 * batch_tokens:
+            yield batch
+            batch = []
+        batch.append(example)
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _signals_as_interrupts() -> Iterator[None]:
+    """SIGTERM ends a build as Ctrl-C does: with what was computed on disk."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def ranks() -> tuple[int, int]:
+    """This process and how many there are, as torchrun says."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,116 @@
+"""A data set as a teacher reads it: every document once, whole, in the teacher's own tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from potstill.config import DataConfig
+from potstill.data import Encoder, Piece, Source, piece_maker
+from potstill.models import LanguageModel
+from potstill.types import Example, PotstillError
+
+LONGEST = 2**20  # tokens, of a teacher that does not say how many it can read
+
+
+def pieces_of(data: DataConfig, tokenizer: Any, key: str = "data") -> Iterator[Piece]:
+    """The pieces of a data set in order, each once however often it is there."""
+    seen: set[bytes] = set()
+    for number, config in enumerate(data.sources):
+        source = Source(config, f"{key}.sources[{number}]", seed=0, shuffle=False)
+        maker = piece_maker(data, config, source.key, tokenizer)
+        for record, where, _ in source.records(0):
+            for piece in maker(record, where):
+                known = bytes.fromhex(piece.key)
+                if not piece.dropped and known not in seen:
+                    seen.add(known)
+                    yield piece
+
+
+def piece_of(example: Example) -> Piece:
+    """The piece that an example of the data pipeline came from."""
+    return Piece(
+        example.key,
+        example.text,
+        spans=example.spans,
+        template=example.messages is not None,
+        messages=example.messages,
+        tools=example.tools,
+        source=example.source,
+    )
+
+
+def piece_bytes(data: DataConfig) -> int:
+    return data.piece_bytes or 4 * data.max_length
+
+
+class TeacherText:
+    """Pieces to Examples in a teacher's tokens. Every document ends with eos, whether or not a student will see it there:
+    what comes before is the same. A document longer than the teacher can read is cut."""
+
+    def __init__(self, tokenizer: Any, positions: int | None) -> None:
+        self._encode = Encoder(tokenizer, max_length=positions or LONGEST, append_eos=True, ends=True)
+
+    def __call__(self, pieces: Sequence[Piece]) -> list[Example | None]:
+        """None: there is nothing to predict in it."""
+        return [encoded.example for encoded in self._encode([replace(piece, last=True) for piece in pieces])]
+
+
+def chat_kwargs(data: DataConfig) -> dict[str, Any]:
+    """The arguments of the chat template, which must be the same for all of a cache: keys are of what comes before it."""
+    found = [source.chat_template_kwargs for source in data.sources if source.messages]
+    if any(kwargs != found[0] for kwargs in found):
+        raise PotstillError(
+            "data.sources: a cache holds conversations rendered in one way, and chat_template_kwargs differ between the sources"
+        )
+    return found[0] if found else {}
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """What a cache depends on, short."""
+
+    weights: str
+    tokenizer: str
+    template: str | None
+
+
+def fingerprints(teacher: LanguageModel) -> Fingerprints:
+    return Fingerprints(
+        weights_fingerprint(teacher), tokenizer_fingerprint(teacher.tokenizer), template_fingerprint(teacher.tokenizer)
+    )
+
+
+def weights_fingerprint(teacher: LanguageModel) -> str:
+    """Of names, shapes and some values of every tensor: reading all of a large model would take minutes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(teacher.model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} ".encode())
+        flat = tensor.detach().flatten()
+        chosen = flat[:: max(1, flat.numel() // 1024)]
+        digest.update((chosen.float() if chosen.is_floating_point() else chosen.long()).cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Of everything that decides which ids a text becomes."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    content = {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "model")}
+    text = json.dumps([content, tokenizer.eos_token_id], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def template_fingerprint(tokenizer: Any) -> str | None:
+    template = tokenizer.chat_template
+    if not template:
+        return None
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

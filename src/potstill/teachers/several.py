@@ -1,0 +1,110 @@
+"""The teachers of a recipe, opened, and made ready ahead of the step that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from potstill.config import DataConfig, LossConfig, TeacherConfig
+from potstill.data import Window, without
+from potstill.models import LanguageModel, load_teacher, shared_ids
+from potstill.teachers.build import Scribe
+from potstill.teachers.cached import CachedTeacher, check_cache
+from potstill.teachers.live import LiveTeacher
+from potstill.teachers.store import Cache
+from potstill.types import Teacher
+
+
+@dataclass(frozen=True)
+class Faculty:
+    """The teachers of a run, and the models among them."""
+
+    teachers: Sequence[Teacher]
+    live: Sequence[LiveTeacher]  # those whose model is in the process, to evaluate against
+
+
+def open_live(
+    config: TeacherConfig, student: LanguageModel, device: torch.device, where: str, key: str | None = None
+) -> LiveTeacher:
+    """`key`: what messages call a teacher that is from no recipe."""
+    language_model = load_teacher(config, device, where, key)
+    return LiveTeacher(language_model, shared_ids(student, language_model, where), config.name, config.weight)
+
+
+def open_teachers(
+    configs: Sequence[TeacherConfig], student: LanguageModel, data: DataConfig, loss: LossConfig, device: torch.device
+) -> Faculty:
+    teachers: list[Teacher] = []
+    live = []
+    for index, config in enumerate(configs):
+        where = f"teachers[{index}]"
+        model = open_live(config, student, device, where) if config.model is not None else None
+        if model is not None:
+            live.append(model)
+        if config.cache is None:
+            assert model is not None
+            teachers.append(model)
+        else:
+            teachers.append(_open_cached(config, model, student, data, loss, f"{where}.cache"))
+    return Faculty(teachers, live)
+
+
+def _open_cached(
+    config: TeacherConfig,
+    model: LiveTeacher | None,
+    student: LanguageModel,
+    data: DataConfig,
+    loss: LossConfig,
+    where: str,
+) -> CachedTeacher:
+    assert config.cache is not None
+    folder = Path(config.cache)
+    scribe = None
+    if model is not None:
+        scribe = Scribe(model.language_model, config.store, folder, name=config.name, data=data)
+    cache = Cache(folder)
+    width, temperature = check_cache(cache, student, data, loss, where)
+    return CachedTeacher(
+        cache,
+        width,
+        config.name,
+        config.weight,
+        temperature=temperature,
+        skip_missing=config.on_missing == "skip",
+        scribe=scribe,
+        data=data,
+    )
+
+
+def with_pieces_of(data: DataConfig, configs: Sequence[TeacherConfig]) -> DataConfig:
+    """`data`, cut into pieces as a cache's texts were, where it does not say itself."""
+    if data.piece_bytes is not None:
+        return data
+    caches = [Path(config.cache) for config in configs if config.cache is not None]
+    there = [Cache(folder).manifest["piece_bytes"] for folder in caches if (folder / "manifest.json").exists()]
+    return data.model_copy(update={"piece_bytes": there[0]}) if there else data
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A window, and for each of its micro-batches what each teacher made ready."""
+
+    window: Window
+    ready: Sequence[Sequence[Any]]
+
+
+def prepared(windows: Iterable[Window], teachers: Sequence[Teacher]) -> Iterator[Prepared]:
+    """Windows with what the teachers can make ready on the host; documents that a teacher lacks are left out."""
+    for window in windows:
+        batches = []
+        for batch in window.batches:
+            left_out = sorted({i for teacher in teachers for i in teacher.lacks(batch)})
+            batches.append(without(batch, left_out) if left_out else batch)
+        if not any(batch.supervised_tokens for batch in batches):
+            continue
+        ready = [[teacher.prepare(batch) for teacher in teachers] for batch in batches]
+        yield Prepared(replace(window, batches=tuple(batches)), ready)

@@ -1,0 +1,319 @@
+"""The cache on disk: a folder with manifest.json and safetensors shards. docs/cache-format.md is the specification.
+
+A shard appears by a rename, under a name that carries its checksum: whatever stands there is whole, or can be told not to be.
+Any number of processes may write shards into one folder at once. D documents of a shard.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import struct
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.numpy
+
+from potstill.files import MANIFEST, UNFINISHED, checksums, checksums_differ, could_not_write, write_bytes, write_text
+from potstill.teachers.codec import KINDS, Document, Format, from_bytes
+from potstill.types import PotstillError
+
+FORMAT, VERSION = "potstill cache", 1
+SHARD = re.compile(r"shard-(\d+)-([0-9a-f]{8})\.safetensors")  # bytes, crc32
+SHARD_BYTES = 128 * 2**20
+IDENTITY = ("format", "version", "kind", "signal", "teacher", "tokenizer", "chat", "piece_bytes")  # alike in all shards
+DTYPES = {"U8": "u1", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file, mapped into memory."""
+
+    name: str
+    keys: npt.NDArray[np.uint8]  # [D, 16]
+    tokens: npt.NDArray[np.int32]  # [D]
+    offsets: npt.NDArray[np.int64]  # [D + 1], into data
+    checksums: npt.NDArray[np.uint32]  # [D], crc32 of each document's bytes
+    data: npt.NDArray[np.uint8]
+
+    def document(self, number: int, form: Format, folder: Path) -> Document:
+        data = self.data[self.offsets[number] : self.offsets[number + 1]]
+        if zlib.crc32(data.data) != self.checksums[number]:
+            raise damaged(folder, self.name, f"document {bytes(self.keys[number]).hex()} is not what was written")
+        return from_bytes(form, data, int(self.tokens[number]))
+
+
+def damaged(folder: Path, name: str, what: str) -> PotstillError:
+    return PotstillError(
+        f"the cache {folder} is damaged: in {name}, {what}. Remove that file and run `potstill cache build` again: it "
+        "computes its documents anew, and nothing else is lost"
+    )
+
+
+class Cache:
+    """A cache opened for reading. Documents are found by key; nothing is read before it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self.form = form_of(self.manifest)
+        self.shards: list[Shard] = []
+        self._refreshing = threading.Lock()
+        self._index: tuple[npt.NDArray[np.uint64], ...] = ()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See what other processes, or this one, have added."""
+        with self._refreshing:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        known = {shard.name for shard in self.shards}
+        names = shard_names(self.folder)
+        listed = read_manifest(self.folder)["shards"]
+        lost = sorted(set(listed) - set(names))
+        if lost:
+            count = sum(listed[name]["documents"] for name in lost)
+            raise PotstillError(
+                f"the cache {self.folder} lacks {len(lost)} of its shards ({lost[0]}{', …' if lost[1:] else ''}; {count:,} "
+                "documents): put them back, or run `potstill cache build` again, which computes what they held anew"
+            )
+        if self.shards and not set(names) - known:
+            return
+        self.shards += [open_shard(self.folder, name) for name in names if name not in known]
+        keys = np.concatenate([shard.keys for shard in self.shards]) if self.shards else np.zeros((0, 16), np.uint8)
+        words = np.ascontiguousarray(keys).view(">u8").astype(np.uint64)
+        order = np.argsort(words[:, 0], kind="stable")
+        sizes = [len(shard.keys) for shard in self.shards]
+        owner = np.repeat(np.arange(len(sizes), dtype=np.uint64), sizes)
+        place = np.concatenate([np.arange(n, dtype=np.uint64) for n in sizes]) if sizes else owner
+        self._index = (words[order, 0], words[order, 1], owner[order], place[order])
+
+    def __len__(self) -> int:
+        return len(self._index[0])
+
+    @property
+    def tokens(self) -> int:
+        return sum(int(shard.tokens.sum()) for shard in self.shards)
+
+    @property
+    def size(self) -> int:
+        return sum((self.folder / shard.name).stat().st_size for shard in self.shards)
+
+    def find(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Where each key is in the index; −1 where it is not."""
+        high, low = self._index[:2]
+        wanted = np.frombuffer(bytes.fromhex("".join(keys)), dtype=">u8").reshape(-1, 2).astype(np.uint64)
+        at = np.searchsorted(high, wanted[:, 0])
+        found = np.full(len(keys), -1, dtype=np.int64)
+        while True:  # more than once only where two keys begin with the same 64 bits
+            inside = at < len(high)
+            inside[inside] = high[at[inside]] == wanted[inside, 0]
+            if not inside.any():
+                return found
+            hit = inside.copy()
+            hit[inside] = low[at[inside]] == wanted[inside, 1]
+            found[hit & (found < 0)] = at[hit & (found < 0)]
+            at = np.where(inside & ~hit, at + 1, len(high))
+
+    def document(self, at: int) -> Document:
+        """The document at a place that `find` gave."""
+        _, _, owner, place = self._index
+        return self.shards[int(owner[at])].document(int(place[at]), self.form, self.folder)
+
+    def keys(self) -> npt.NDArray[np.uint64]:
+        """All keys [documents, 2], in order."""
+        return np.stack(self._index[:2], -1)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise PotstillError(
+            f"{folder} is not a cache: it has no {MANIFEST}. `potstill cache build` makes one"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise PotstillError(f"{folder / MANIFEST} cannot be read ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise PotstillError(f"{folder / MANIFEST} is not the manifest of a potstill cache")
+    if manifest.get("version") != VERSION or manifest.get("kind") not in KINDS:
+        what = f"version {manifest.get('version')}, kind {manifest.get('kind')}"
+        raise PotstillError(
+            f"{folder} is a cache of {what}, which this potstill cannot read (it reads version {VERSION})"
+        )
+    missing = [key for key in (*IDENTITY, "files", "shards") if key not in manifest]
+    if missing:
+        raise PotstillError(f"{folder / MANIFEST} lacks {', '.join(missing)}: it is not what potstill wrote")
+    return manifest
+
+
+def form_of(manifest: Mapping[str, Any]) -> Format:
+    signal = dict(manifest["signal"])
+    signal["temperatures"] = tuple(signal["temperatures"])
+    return Format(kind=manifest["kind"], **signal)
+
+
+def signal_keys(form: Format) -> dict[str, Any]:
+    """A format as the manifest records it."""
+    keys = asdict(form)
+    del keys["kind"]
+    return {**keys, "temperatures": list(form.temperatures)}
+
+
+def shard_names(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if SHARD.fullmatch(name))
+
+
+def open_shard(folder: Path, name: str) -> Shard:
+    """Map a shard. Its size is checked here; its documents' checksums when they are read."""
+    match = SHARD.fullmatch(name)
+    assert match is not None
+    path = folder / name
+    size = path.stat().st_size
+    if size != int(match[1]):
+        raise damaged(folder, name, f"{size:,} bytes are left of {int(match[1]):,}")
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    try:
+        (length,) = struct.unpack("<Q", data[:8].tobytes())
+        header = json.loads(data[8 : 8 + length].tobytes())
+        arrays = {
+            key: _array(data[8 + length :], header[key]) for key in ("keys", "tokens", "offsets", "checksums", "data")
+        }
+    except (ValueError, KeyError, struct.error) as error:
+        raise damaged(folder, name, f"the header cannot be read ({error})") from error
+    return Shard(name, **arrays)
+
+
+def _array(data: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
+    begin, end = entry["data_offsets"]
+    return data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+
+
+def whole(folder: Path, name: str) -> bool:
+    """Whether a shard is what its name says."""
+    match = SHARD.fullmatch(name)
+    assert match is not None
+    return checksums_differ(folder, {name: {"bytes": int(match[1]), "crc32": int(match[2], 16)}}) is None
+
+
+class Writer:
+    """Adds documents to a cache. They can be lost until `flush` has returned, never be half there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.size = 0
+        self.waiting: dict[str, tuple[int, bytes]] = {}  # key → number of tokens, bytes
+
+    def add(self, key: str, tokens: int, data: bytes) -> None:
+        self.waiting[key] = (tokens, data)
+        self.size += len(data)
+
+    def flush(self) -> int:
+        """Write what waits as one shard; gives its size."""
+        if not self.waiting:
+            return 0
+        keys = sorted(self.waiting)
+        tokens = np.array([self.waiting[key][0] for key in keys], dtype=np.int32)
+        blobs = [self.waiting[key][1] for key in keys]
+        content = safetensors.numpy.save(
+            {
+                "keys": np.frombuffer(bytes.fromhex("".join(keys)), dtype=np.uint8).reshape(-1, 16),
+                "tokens": tokens,
+                "offsets": np.cumsum([0, *map(len, blobs)], dtype=np.int64),
+                "checksums": np.array([zlib.crc32(blob) for blob in blobs], dtype=np.uint32),
+                "data": np.frombuffer(b"".join(blobs), dtype=np.uint8),
+            },
+            metadata={"format": FORMAT, "version": str(VERSION)},
+        )
+        name = f"shard-{len(content)}-{zlib.crc32(content):08x}.safetensors"
+        write_bytes(self.folder / name, content)
+        self.waiting, self.size = {}, 0
+        with locked(self.folder):
+            manifest = read_manifest(self.folder)
+            manifest["shards"][name] = {"documents": len(keys), "tokens": int(tokens.sum())}
+            _write_manifest(self.folder, manifest)
+        return len(content)
+
+
+def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
+    """Make the cache, or check that the one that is there is of the same teacher, text and signal. `fill(folder)` writes
+    what stands beside the shards."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            if (folder / MANIFEST).exists():
+                _check_same(folder, read_manifest(folder), identity)
+                return
+            others = [name for name in os.listdir(folder) if name != LOCK and not name.startswith(UNFINISHED)]
+            if others:
+                raise PotstillError(
+                    f"{folder} is not a cache and not empty (there: {others[0]}): choose another folder"
+                )
+            fill(folder)
+            files = {name: entry for name, entry in checksums(folder).items() if name != LOCK}
+            _write_manifest(folder, {"format": FORMAT, "version": VERSION, **identity, "files": files, "shards": {}})
+    except OSError as error:
+        raise could_not_write(folder, error) from error
+
+
+def _check_same(folder: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    for key in identity:
+        there, here = manifest[key], identity[key]
+        if key == "teacher":  # what it is called does not matter
+            there, here = ({k: teacher[k] for k in ("weights", "dtype")} for teacher in (there, here))
+        if there != here:
+            raise PotstillError(
+                f"{folder} is a cache with another {key.replace('_', ' ')} ({json.dumps(there, ensure_ascii=False)}; now "
+                f"{json.dumps(here, ensure_ascii=False)}): choose another folder"
+            )
+
+
+def adopt(folder: Path) -> tuple[int, list[str]]:
+    """Before a build: take up shards that a killed writer did not live to list, and strike off the list those that are gone.
+    Gives how many documents were on lost shards, and their names. A shard that is not what its name says is an error."""
+    with locked(folder):
+        manifest = read_manifest(folder)
+        listed, names = manifest["shards"], shard_names(folder)
+        lost = sorted(set(listed) - set(names))
+        documents = sum(listed.pop(name)["documents"] for name in lost)
+        for name in names:
+            shard = open_shard(folder, name)
+            if name not in listed:
+                if not whole(folder, name):
+                    raise damaged(folder, name, "the checksum in its name is not its own")
+                listed[name] = {"documents": len(shard.keys), "tokens": int(shard.tokens.sum())}
+        _write_manifest(folder, manifest)
+    return documents, lost
+
+
+def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    shards = manifest["shards"]
+    for name, entry in shards.items():
+        size, checksum = name.removesuffix(".safetensors").split("-")[1:]
+        entry.update(bytes=int(size), crc32=checksum)
+    totals = {key: sum(entry[key] for entry in shards.values()) for key in ("documents", "tokens", "bytes")}
+    write_text(folder / MANIFEST, json.dumps({**manifest, **totals, "shards": shards}, indent=1, ensure_ascii=False))
+
+
+LOCK = ".lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time changes the manifest. Readers need no lock: it is replaced whole."""
+    handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
