@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_tokenizer import byte_letters
 from trained_tokenizers import ASSETS, KEEP_TEXT, MAKERS, NASTY, REAL, table, tokenizer
 
-from potstill.text import Alignment, TokenTable, align, align_batch
+from potstill.text import Alignment, TokenTable, align, align_batch, align_spans
 from potstill.text.edits import equal_stretches
 from potstill.text.tokens import ABSENT, SPECIAL, TEXT
 from potstill.types import PotstillError
@@ -274,6 +274,43 @@ def test_a_chunk_is_supervised_if_all_its_tokens_are():
     assert found.supervised(np.array([True, True, False])).tolist() == [True, False]
     inexact = align([0], [0], hand_table([b"a"]), hand_table([b"b"]))
     assert inexact.supervised(np.array([True])).tolist() == [False]
+
+
+def test_messages_of_two_templates():
+    """The words around a message are alike here and there, and are not to be taken for the message."""
+    student = hand_table([b"user:", b"hi", b"\n", "<|im_end|>", b" yo", b"u", b"hi!"], prefix="first", end_of_turn=(3,))
+    teacher = hand_table([b"[", b"h", b"i", b"]", "<eot>", b" you", b"!", b"user"], end_of_turn=(4,))
+    # user: hi <im_end> hi! yo u <im_end> \n  ·  user [ h i <eot> ] h i ! you <eot>
+    x, y = [0, 1, 3, 6, 4, 5, 3, 2], [7, 0, 1, 2, 4, 3, 1, 2, 6, 5, 4]
+    found = align_spans(x, y, student, teacher, [(1, 3, 2, 5), (3, 7, 6, 11)])
+    assert entries(found) == [
+        (0, 1, 0, 2, False),
+        (1, 2, 2, 4, True),
+        (2, 3, 4, 5, True),
+        (3, 3, 5, 6, False),
+        (3, 4, 6, 9, True),
+        (4, 6, 9, 10, True),
+        (6, 7, 10, 11, True),
+        (7, 8, 11, 11, False),
+    ]
+    assert entries(align_spans(x, y, student, teacher, [])) == [(0, 8, 0, 11, False)]
+    whole = align_spans(x, y, student, teacher, [(0, 8, 0, 11)])
+    assert entries(whole) == entries(align(x, y, student, teacher))
+    with pytest.raises(PotstillError, match="overlap or go beyond the 8 tokens"):
+        align_spans(x, y, student, teacher, [(1, 3, 2, 5), (2, 7, 6, 11)])
+    with pytest.raises(PotstillError, match="overlap or go beyond the 11 tokens"):
+        align_spans(x, y, student, teacher, [(1, 3, 2, 12)])
+
+
+def test_spans_keep_the_prefix_of_the_whole():
+    """A span may begin with a space that is in the text; only the first token of a sequence holds a dummy prefix."""
+    text = "the people of the union"
+    x, y = tokenizer("pieces").encode(text).ids, tokenizer("bytes").encode(text).ids
+    found = align_spans(x, y, table("pieces"), table("bytes"), [(1, len(x), 0, len(y))])
+    assert entries(found) == entries(align(x, y, table("pieces"), table("bytes")))
+    _, s1, _, t1, _ = entries(found)[1]
+    later = align_spans(x, y, table("pieces"), table("bytes"), [(s1, len(x), t1, len(y))])
+    assert entries(later) == [(0, s1, 0, t1, False), *entries(found)[2:]]
 
 
 # Against the slow implementation

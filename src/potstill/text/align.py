@@ -66,21 +66,41 @@ def align_batch(
             f"{len(student_ids)} sequences of the student's to be aligned with {len(teacher_ids)} of the teacher's"
         )
     atoms = _pair(student_table, teacher_table)
-    student = _flat(student_ids, student_table, atoms[0], "the student's ids")
-    teacher = _flat(teacher_ids, teacher_table, atoms[1], "the teacher's ids")
-    # One tokenizer may have put a space only if there was none; the other knows whether there was.
-    if _hides_space(student_table) and not _hides_space(teacher_table):
-        student = _flat(student_ids, student_table, atoms[0], "the student's ids", _spaced(teacher))
-    elif _hides_space(teacher_table) and not _hides_space(student_table):
-        teacher = _flat(teacher_ids, teacher_table, atoms[1], "the teacher's ids", _spaced(student))
+    student, teacher = _both(student_ids, teacher_ids, student_table, teacher_table, atoms)
     if _alike(student, teacher):
         s, t = _meet(student.bounds, teacher.bounds, int(student.bounds[-1]) + 1)
         cut = np.stack([s[:-1], s[1:], t[:-1], t[1:]])
     else:
-        cut = _inside(_stretches(student, teacher), student, teacher)
-    if atoms[0].doubtful:
-        cut = _true_specials(cut, student, teacher, atoms)
-    return _tiles(cut, student, teacher)
+        ends = np.stack([student.ends, teacher.ends], axis=1)
+        begins = np.concatenate([np.zeros((1, 2), dtype=np.int64), ends[:-1]])
+        cut = _inside(_stretches(student, teacher, np.hstack([begins, ends])), student, teacher)
+    return _tiles(_true_specials(cut, student, teacher, atoms), student, teacher)
+
+
+def align_spans(
+    student_ids: npt.ArrayLike,
+    teacher_ids: npt.ArrayLike,
+    student_table: TokenTable,
+    teacher_table: TokenTable,
+    spans: Sequence[tuple[int, int, int, int]],
+) -> Alignment:
+    """`align` where only pairs of spans (student start, end, teacher start, end; in tokens, in order) are the same text, as
+    the messages of a conversation are in two chat templates. Nothing outside them is exact."""
+    atoms = _pair(student_table, teacher_table)
+    student, teacher = _both([student_ids], [teacher_ids], student_table, teacher_table, atoms)
+    given = np.array(spans, dtype=np.int64).reshape(-1, 4)
+    for side, columns in ((student, given[:, :2]), (teacher, given[:, 2:])):
+        flat = columns.ravel()
+        if len(flat) and (flat[0] < 0 or flat[-1] > int(side.counts[0]) or (np.diff(flat) < 0).any()):
+            raise PotstillError(
+                f"spans to align overlap or go beyond the {int(side.counts[0])} tokens: {columns.tolist()}"
+            )
+    s0, s1, t0, t1 = given.T
+    edges = np.stack(
+        [_atoms_before(s0, student), _atoms_before(t0, teacher), _atoms_before(s1, student), _atoms_before(t1, teacher)]
+    )
+    cut = _inside(_stretches(student, teacher, edges.T), student, teacher)
+    return _tiles(_true_specials(cut, student, teacher, atoms), student, teacher)[0]
 
 
 @dataclass(frozen=True)
@@ -178,6 +198,30 @@ def _flat(
     return _Flat(ids, at, counts, bounds, bounds[last], gather(atoms.buffer, begins, spans))
 
 
+def _both(
+    student_ids: Sequence[npt.ArrayLike],
+    teacher_ids: Sequence[npt.ArrayLike],
+    student_table: TokenTable,
+    teacher_table: TokenTable,
+    atoms: tuple[_Atoms, _Atoms],
+) -> tuple[_Flat, _Flat]:
+    ours, theirs = "the student's ids", "the teacher's ids"
+    student, teacher = (
+        _flat(student_ids, student_table, atoms[0], ours),
+        _flat(teacher_ids, teacher_table, atoms[1], theirs),
+    )
+    # One tokenizer may have put a space only if there was none; the other knows whether there was.
+    if _hides_space(student_table) and not _hides_space(teacher_table):
+        student = _flat(student_ids, student_table, atoms[0], ours, _spaced(teacher))
+    elif _hides_space(teacher_table) and not _hides_space(student_table):
+        teacher = _flat(teacher_ids, teacher_table, atoms[1], theirs, _spaced(student))
+    return student, teacher
+
+
+def _atoms_before(tokens: Ints, side: _Flat) -> Ints:
+    return side.bounds[tokens if side.at is None else np.searchsorted(side.at, tokens)]
+
+
 def _dummies(ids: Ints, table: TokenTable, starts: Ints, spaced: Bools | None) -> Bools:
     dummy = table.dummies(np.minimum(ids, len(table) - 1), starts) & (ids < len(table))
     if spaced is not None and spaced.any():
@@ -216,17 +260,16 @@ def _meet(student: Ints, teacher: Ints, size: int) -> tuple[Ints, Ints]:
     return ours, np.flatnonzero(marks[teacher])
 
 
-def _stretches(student: _Flat, teacher: _Flat) -> Ints:
-    """[n, 3]: where the atoms are equal (begin in the student's, in the teacher's, length), in order."""
+def _stretches(student: _Flat, teacher: _Flat, ranges: Ints) -> Ints:
+    """[n, 3]: where the atoms are equal (begin in the student's, in the teacher's, length), in order, inside `ranges` (begins
+    on both sides, ends on both sides)."""
     found: list[tuple[int, int, int]] = []
-    i = j = 0
-    for i_end, j_end in zip(student.ends.tolist(), teacher.ends.tolist(), strict=True):
+    for i, j, i_end, j_end in ranges.tolist():
         a, b = student.atoms[i:i_end], teacher.atoms[j:j_end]
         if np.array_equal(a, b):
             found.append((i, j, len(a)))
         else:
             found += [(i + p, j + q, length) for p, q, length in equal_stretches(a, b)]
-        i, j = i_end, j_end
     return np.array(found, dtype=np.int64).reshape(-1, 3)
 
 
@@ -252,6 +295,8 @@ def _inside(stretches: Ints, student: _Flat, teacher: _Flat) -> Ints:
 
 def _true_specials(cut: Ints, student: _Flat, teacher: _Flat, atoms: tuple[_Atoms, _Atoms]) -> Ints:
     """Without the chunks of two specials that are one atom but have no role in common."""
+    if not atoms[0].doubtful:
+        return cut
     at = np.flatnonzero(student.atoms[student.bounds[cut[0]]] >= FIRST_ROLE)
     ours, theirs = atoms[0].roles, atoms[1].roles
     pairs = zip(student.ids[cut[0, at]].tolist(), teacher.ids[cut[2, at]].tolist(), strict=True)

@@ -257,7 +257,8 @@ def _build(
     prefix, always = prefix_of(spec)
     return _table(
         pieces, kinds, added,
-        special=roles, contents=contents, identity=keeps_text(spec) and (prefix == "none" or always), prefix=prefix, prefix_always=always,
+        special=roles, contents=contents, identity=keeps_text(spec) and (prefix == "none" or always),
+        prefix=prefix, prefix_always=always,
         fingerprint=fingerprint, name=name,
     )  # fmt: skip
 
@@ -282,7 +283,7 @@ def _probed(table: TokenTable, backend: tokenizers.Tokenizer, spec: Mapping[str,
     if text == ids and ours.decode("utf-8", "replace").strip() != theirs.strip():
         who = f"the tokenizer {table.name}" if table.name else "the tokenizer"
         raise PotstillError(
-            f"{who} reads its own tokens back as {theirs[:30]!r}, where potstill finds {ours[:30]!r} in them: it is of a kind "
+            f"{who} reads its own tokens back as {theirs[:12]!r}, where potstill finds {ours[:12]!r} in them: it is of a kind "
             "that potstill does not know"
         )
     if ours == PROBE.encode() or not table.identity:
