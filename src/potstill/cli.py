@@ -180,6 +180,9 @@ def cache_build(
     batch_tokens: Annotated[
         int | None, typer.Option(help="Tokens a forward pass; default 4096, on a GPU 16384.")
     ] = None,
+    shard_seconds: Annotated[
+        float, typer.Option(help="Write a shard at least so often: what a kill can cost.", min=0.0)
+    ] = 60.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
 ) -> None:
     """Run a teacher over a data set once and keep what it says.
@@ -205,6 +208,7 @@ def cache_build(
         revision=revision,
         trust_remote_code=trust_remote_code,
         batch_tokens=batch_tokens,
+        shard_seconds=shard_seconds,
         device_name=device,
     )
 

@@ -22,7 +22,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    beside = path.with_name(f"{UNFINISHED}{path.name}")
+    beside = path.with_name(f"{UNFINISHED}{os.getpid()}-{path.name}")  # two processes may write the same
     try:
         with open(beside, "wb") as file:
             file.write(content)
@@ -48,10 +48,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         beside.rename(path)
         _sync(path.parent)
     except BaseException as error:
-        refusal = error if isinstance(error, OSError) else _refusal(beside)
+        refused = error if isinstance(error, OSError) else refusal(beside)
         shutil.rmtree(beside, ignore_errors=True)
-        if refusal is not None:
-            raise could_not_write(path, refusal) from error
+        if refused is not None:
+            raise could_not_write(path, refused) from error
         raise
 
 
@@ -59,15 +59,18 @@ def could_not_write(path: Path, error: OSError) -> PotstillError:
     return PotstillError(f"could not write {path}: {error.strerror or error}; what was there before is untouched")
 
 
-def _refusal(folder: Path) -> OSError | None:
+def refusal(folder: Path) -> OSError | None:
     """What the disk says to one more small file. Libraries that write for us make something else of a full disk."""
+    path = folder / f"{UNFINISHED}refused"
     try:
-        with open(folder / "refused", "wb") as file:
+        with open(path, "wb") as file:
             file.write(bytes(1 << 16))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         return error
+    finally:
+        path.unlink(missing_ok=True)
     return None
 
 

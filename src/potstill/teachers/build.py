@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,15 +20,24 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from potstill.config import DataConfig, StoreConfig
 from potstill.data import Piece, collate
-from potstill.files import UNFINISHED
-from potstill.models import LanguageModel
-from potstill.teachers.codec import LARGEST_VOCABULARY, Format, encode, to_bytes
-from potstill.teachers.reading import TeacherText, chat_kwargs, dtype_name, fingerprints, piece_bytes, pieces_of
+from potstill.files import MANIFEST, UNFINISHED
+from potstill.models import LanguageModel, check_rows
+from potstill.teachers.codec import DTYPES, LARGEST_VOCABULARY, Format, encode, to_bytes
+from potstill.teachers.reading import (
+    TeacherText,
+    as_cached,
+    chat_kwargs,
+    dtype_name,
+    fingerprints,
+    piece_bytes,
+    pieces_of,
+)
 from potstill.teachers.signal import signal_of, uniforms
-from potstill.teachers.store import SHARD_BYTES, Cache, Writer, adopt, create, signal_keys
+from potstill.teachers.store import SHARD_BYTES, Cache, Writer, adopt, create, read_manifest, signal_keys
 from potstill.types import Batch, Example, PotstillError
 
 GROUP_PIECES = 2048  # sorted by length together
@@ -59,7 +68,8 @@ class Built:
 
 
 def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
-    vocabulary = min(len(teacher.tokenizer), teacher.model.get_output_embeddings().weight.shape[0])
+    vocabulary = len(teacher.tokenizer)
+    check_rows("teacher", teacher, vocabulary, "cache")
     if vocabulary > LARGEST_VOCABULARY:
         raise PotstillError(
             f"a cache holds vocabularies of up to {LARGEST_VOCABULARY:,} ids; the teacher's has {vocabulary:,}"
@@ -73,8 +83,8 @@ def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
     if store.kind == "sampled":
         return Format("sampled", vocabulary, draws=store.draws, seed=store.seed)
     if store.kind == "hidden":
-        weight = teacher.model.get_output_embeddings().weight
-        return Format("hidden", vocabulary, width=weight.shape[1], dtype=dtype_name(teacher.model.dtype))
+        weight, dtype = teacher.model.get_output_embeddings().weight, dtype_name(teacher.model.dtype)
+        return Format("hidden", vocabulary, width=weight.shape[1], dtype=dtype if dtype in DTYPES else "float32")
     return Format("chosen", vocabulary)
 
 
@@ -82,7 +92,14 @@ class Scribe:
     """Computes documents and adds them to a cache; packing and writing happen on a thread of their own."""
 
     def __init__(
-        self, teacher: LanguageModel, store: StoreConfig, folder: Path, *, name: str, data: DataConfig
+        self,
+        teacher: LanguageModel,
+        store: StoreConfig,
+        folder: Path,
+        *,
+        name: str,
+        data: DataConfig,
+        shard_seconds: float = SHARD_SECONDS,
     ) -> None:
         self.teacher = teacher
         self.form = format_of(store, teacher)
@@ -94,12 +111,13 @@ class Scribe:
             "signal": signal_keys(self.form),
             "teacher": {"model": name, "weights": found.weights, "dtype": dtype_name(teacher.model.dtype)},
             "tokenizer": found.tokenizer,
-            "chat": {"template": found.template, "kwargs": chat_kwargs(data)},
+            "chat": {"template": found.template, "kwargs": _chat_kwargs(data, folder)},
             "piece_bytes": piece_bytes(data),
         }
         create(folder, identity, self._beside)
         self._remove_stale(folder)
         self.documents = self.tokens = self.bytes = 0
+        self._shard_seconds = shard_seconds
         self._began = time.monotonic()
         self._worker = ThreadPoolExecutor(1, "scribe")
         self._pending: list[Future[None]] = []
@@ -119,19 +137,32 @@ class Scribe:
     @staticmethod
     def _remove_stale(folder: Path) -> None:
         for left in folder.glob(f"{UNFINISHED}*"):
-            if time.time() - left.stat().st_mtime > STALE_SECONDS:
-                left.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # its writer has just finished it
+                if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                    left.unlink()
 
     def write(self, examples: Sequence[Example]) -> None:
         """Run the teacher on some documents, in its own tokens, and hand what it says to the thread that writes."""
+        for example in examples:
+            if example.ids.max() >= self.form.vocabulary:
+                raise PotstillError(
+                    f"{example.source} ({example.key}): the teacher's tokenizer gives it id {example.ids.max()}, and the "
+                    f"teacher has {self.form.vocabulary} ids"
+                )
         batch = collate([[example] for example in examples], pad_id=0).to(self.teacher.model.device)
         signal_rows = self._signal(batch)
         while len(self._pending) >= WAITING:
             self._pending.pop(0).result()
         self._pending.append(self._worker.submit(self._add, examples, signal_rows))
 
+    @torch.no_grad()
     def _signal(self, batch: Batch) -> dict[str, Any]:
         hidden = self.teacher.hidden(batch, batch.rows.teacher)
+        if not torch.isfinite(hidden).all():
+            raise PotstillError(
+                f"the teacher's hidden states are not finite in {_first_broken(hidden, batch)}: try dtype float32, or another "
+                "teacher; nothing of this batch is in the cache"
+            )
         random = None
         if self.form.kind == "sampled":
             parts = [uniforms(self.form.seed, e.key, e.supervised_tokens, self.form.draws) for e in batch.examples]
@@ -153,7 +184,7 @@ class Scribe:
                 self.bytes + len(data),
             )
             begin = end
-        if self.writer.size >= SHARD_BYTES or time.monotonic() - self._began > SHARD_SECONDS:
+        if self.writer.size >= SHARD_BYTES or time.monotonic() - self._began >= self._shard_seconds:
             self._flush()
 
     def _flush(self) -> None:
@@ -174,6 +205,21 @@ class Scribe:
             self._worker.shutdown()
 
 
+def _first_broken(hidden: Tensor, batch: Batch) -> str:
+    row = int((~torch.isfinite(hidden)).any(-1).nonzero()[0, 0])
+    ends = np.cumsum([example.supervised_tokens for example in batch.examples])
+    example = batch.examples[int(np.searchsorted(ends, row, side="right"))]
+    return f"{example.source} ({example.key})"
+
+
+def _chat_kwargs(data: DataConfig, folder: Path) -> dict[str, Any]:
+    """Those of the data; of data without chats, those of the cache that is there."""
+    if not any(source.messages for source in data.sources) and (folder / MANIFEST).exists():
+        there: dict[str, Any] = read_manifest(folder)["chat"]["kwargs"]
+        return there
+    return chat_kwargs(data)
+
+
 def build(
     teacher: LanguageModel,
     store: StoreConfig,
@@ -185,12 +231,15 @@ def build(
     batch_tokens: int = 4096,
     rank: int = 0,
     world: int = 1,
+    shard_seconds: float = SHARD_SECONDS,
     progress: Callable[[Progress], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Built:
     """Add to the cache in `folder` every document of `data` that it lacks."""
     begin = time.monotonic()
-    scribe = Scribe(teacher, store, folder, name=name, data=data)
+    if (folder / MANIFEST).exists():
+        data = as_cached(data, read_manifest(folder))
+    scribe = Scribe(teacher, store, folder, name=name, data=data, shard_seconds=shard_seconds)
     lost, names = adopt(folder)
     if names:
         more = ", …" if names[1:] else ""

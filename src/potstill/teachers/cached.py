@@ -18,7 +18,7 @@ from potstill.config import DataConfig, LossConfig, Schedule
 from potstill.models import check_rows, load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
 from potstill.teachers.build import Scribe
-from potstill.teachers.codec import Document, blank, from_bytes, read_hidden, read_sampled, read_top_k
+from potstill.teachers.codec import Document, Format, blank, from_bytes, read_hidden, read_sampled, read_top_k
 from potstill.teachers.inspect import coverage
 from potstill.teachers.reading import chat_kwargs, piece_of, template_fingerprint
 from potstill.teachers.store import Cache
@@ -64,19 +64,22 @@ class CachedTeacher:
 
     def prepare(self, batch: Batch) -> Target | None:
         """The target on the host; None when some of it is still to be computed."""
-        documents = [self._document(example) for example in batch.examples]
-        if any(document is None for document in documents):
-            if self._scribe is not None:
-                return None
-            raise self._missing(batch.examples[documents.index(None)])
-        rows = [
-            _rows(document, example) for document, example in zip(documents, batch.examples, strict=True) if document
+        documents = self._documents(batch.examples)
+        chosen = [
+            (document, _rows(document, example))
+            for document, example in zip(documents, batch.examples, strict=True)
+            if document is not None
         ]
-        return self._decoded([(d, r) for d, r in zip(documents, rows, strict=True) if d is not None])
+        if len(chosen) == len(documents):
+            return self._decoded(chosen)
+        if self._scribe is None:
+            raise self._missing(batch.examples[documents.index(None)])
+        return None
 
     def targets(self, batch: Batch, prepared: Target | None) -> Target:
         if prepared is None:
-            self._compute([example for example in batch.examples if self._document(example) is None])
+            documents = self._documents(batch.examples)
+            self._compute([e for e, there in zip(batch.examples, documents, strict=True) if there is None])
             prepared = self.prepare(batch)
         assert prepared is not None
         device = batch.input_ids.device
@@ -90,27 +93,34 @@ class CachedTeacher:
         if self._scribe is not None:
             self._scribe.close()
 
-    def _document(self, example: Example) -> Document | None:
-        if not example.supervised.any():  # its document was left out
-            return blank(self.cache.form)
-        for again in (False, True):
-            if self._scribe is not None:
-                waiting = self._scribe.writer.waiting.get(example.key)
-                if waiting is not None:
-                    return from_bytes(self.cache.form, np.frombuffer(waiting[1], dtype=np.uint8), waiting[0])
-                if again:
-                    self.cache.refresh()
-            at = int(self.cache.find([example.key])[0])
-            if at >= 0:
-                return self.cache.document(at)
-        return None
+    def _documents(self, examples: Sequence[Example]) -> list[Document | None]:
+        """None: it is not there."""
+        found = self.cache.documents([example.key for example in examples])
+        for i, example in enumerate(examples):
+            if not example.supervised.any():  # its document was left out
+                found[i] = blank(self.cache.form)
+            elif found[i] is None and self._scribe is not None:
+                found[i] = self._waiting(self._scribe, example.key)
+        missing = [i for i, document in enumerate(found) if document is None]
+        if missing and self._scribe is not None:
+            # What has just been written waits no more, and other processes write too.
+            self.cache.refresh()
+            for i, document in zip(missing, self.cache.documents([examples[i].key for i in missing]), strict=True):
+                found[i] = document
+        return found
+
+    def _waiting(self, scribe: Scribe, key: str) -> Document | None:
+        tokens, data = scribe.writer.waiting.get(key, (0, b""))
+        return from_bytes(self.cache.form, np.frombuffer(data, dtype=np.uint8), tokens) if data else None
 
     def _compute(self, examples: Sequence[Example]) -> None:
+        """None, when what was missing has been computed since for another batch, or by another process."""
         assert self._scribe is not None
         unique = {example.key: example for example in examples}
         read = self._scribe.text([piece_of(example) for example in unique.values()])
-        self._scribe.write([example for example in read if example is not None])
-        self._scribe.settle()
+        if some := [example for example in read if example is not None]:
+            self._scribe.write(some)
+            self._scribe.settle()
 
     def _decoded(self, chosen: list[tuple[Document, npt.NDArray[np.int64]]]) -> Target:
         form = self.cache.form
@@ -133,7 +143,7 @@ class CachedTeacher:
         counted = ""
         if self._data is not None and not any(source.streaming for source in self._data.sources):
             found = coverage(self.cache, self._data, self.tokenizer())
-            counted = f", nor are {found.missing - 1:,} more of the {found.documents:,} documents of data"
+            counted = f"; {found.missing:,} of the {found.documents:,} documents of data are not in it"
         return PotstillError(
             f"the cache {self.cache.folder} has no document {named}{counted}: add what is missing with `potstill cache build "
             f"RECIPE --out {self.cache.folder}`, or leave it out with on_missing: skip"
@@ -186,12 +196,18 @@ def check_cache(
             f"{where}: the cache's probabilities are over {cache.form.vocabulary} ids and the student's tokenizer has {width}: "
             "take the teacher's tokenizer for the student (student.tokenizer), or a cache of kind hidden"
         )
-    _check_rendering(cache, student, data, where)
-    return width, _check_loss(cache, loss, where)
+    _check_rendering(cache, student, tokenizer, data, where)
+    return width, check_loss(cache.form, loss, where)
 
 
-def _check_rendering(cache: Cache, student: LanguageModel, data: DataConfig, where: str) -> None:
+def _check_rendering(cache: Cache, student: LanguageModel, tokenizer: Any, data: DataConfig, where: str) -> None:
     manifest = cache.manifest
+    ours, theirs = student.tokenizer.eos_token, tokenizer.eos_token
+    if data.append_eos and ours not in (None, theirs) and any(not source.messages for source in data.sources):
+        raise PotstillError(
+            f"{where}: the cache's documents end with {theirs!r} and the student's with {ours!r}: take the teacher's tokenizer "
+            "for the student (student.tokenizer), or set data.append_eos to false"
+        )
     if any(source.messages for source in data.sources):
         if template_fingerprint(student.tokenizer) != manifest["chat"]["template"]:
             raise PotstillError(
@@ -211,9 +227,9 @@ def _check_rendering(cache: Cache, student: LanguageModel, data: DataConfig, whe
         )
 
 
-def _check_loss(cache: Cache, loss: LossConfig, where: str) -> float:
-    """The temperature of the loss, where the cache can serve it."""
-    form, scheduled = cache.form, loss.temperature
+def check_loss(form: Format, loss: LossConfig, where: str) -> float:
+    """The temperature of the loss, where a cache of this format can serve it."""
+    scheduled = loss.temperature
     if form.kind == "hidden":
         return 1.0  # the head is there: any temperature can be had
     if form.kind == "chosen":

@@ -44,6 +44,7 @@ def build_cache(
     revision: str | None,
     trust_remote_code: bool,
     batch_tokens: int | None,
+    shard_seconds: float,
     device_name: str,
 ) -> None:
     """Build from a recipe's teacher and data, or from a model and `--data`."""
@@ -76,6 +77,7 @@ def build_cache(
             batch_tokens=batch_tokens or (4096 if device.type == "cpu" else 16384),
             rank=rank,
             world=world,
+            shard_seconds=shard_seconds,
             progress=show,
             say=lambda message: console.print(message, style="yellow", markup=False),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,11 @@ def piece_of(example: Example) -> Piece:
 
 def piece_bytes(data: DataConfig) -> int:
     return data.piece_bytes or 4 * data.max_length
+
+
+def as_cached(data: DataConfig, manifest: Mapping[str, Any]) -> DataConfig:
+    """`data`, cut into pieces as a cache's texts were, where it does not say itself."""
+    return data if data.piece_bytes else data.model_copy(update={"piece_bytes": manifest["piece_bytes"]})
 
 
 class TeacherText:

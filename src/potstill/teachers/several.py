@@ -11,12 +11,14 @@ import torch
 
 from potstill.config import DataConfig, LossConfig, TeacherConfig
 from potstill.data import Window, without
+from potstill.files import MANIFEST
 from potstill.models import LanguageModel, load_teacher, shared_ids
-from potstill.teachers.build import Scribe
-from potstill.teachers.cached import CachedTeacher, check_cache
+from potstill.teachers.build import Scribe, format_of
+from potstill.teachers.cached import CachedTeacher, check_cache, check_loss
 from potstill.teachers.live import LiveTeacher
-from potstill.teachers.store import Cache
-from potstill.types import Teacher
+from potstill.teachers.reading import as_cached
+from potstill.teachers.store import Cache, read_manifest
+from potstill.types import PotstillError, Teacher
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def _open_cached(
     folder = Path(config.cache)
     scribe = None
     if model is not None:
+        check_loss(format_of(config.store, model.language_model), loss, where)  # before there is a folder
         scribe = Scribe(model.language_model, config.store, folder, name=config.name, data=data)
     cache = Cache(folder)
     width, temperature = check_cache(cache, student, data, loss, where)
@@ -82,11 +85,11 @@ def _open_cached(
 
 def with_pieces_of(data: DataConfig, configs: Sequence[TeacherConfig]) -> DataConfig:
     """`data`, cut into pieces as a cache's texts were, where it does not say itself."""
-    if data.piece_bytes is not None:
-        return data
     caches = [Path(config.cache) for config in configs if config.cache is not None]
-    there = [Cache(folder).manifest["piece_bytes"] for folder in caches if (folder / "manifest.json").exists()]
-    return data.model_copy(update={"piece_bytes": there[0]}) if there else data
+    for folder in caches:
+        if (folder / MANIFEST).exists():
+            data = as_cached(data, read_manifest(folder))
+    return data
 
 
 @dataclass(frozen=True)
@@ -98,13 +101,19 @@ class Prepared:
 
 
 def prepared(windows: Iterable[Window], teachers: Sequence[Teacher]) -> Iterator[Prepared]:
-    """Windows with what the teachers can make ready on the host; documents that a teacher lacks are left out."""
+    """Windows with what the teachers can make ready on the host; documents that a teacher lacks are left out, and windows of
+    which nothing is left."""
+    barren: int | None = None  # the epoch since which nothing was left
     for window in windows:
         batches = []
         for batch in window.batches:
             left_out = sorted({i for teacher in teachers for i in teacher.lacks(batch)})
             batches.append(without(batch, left_out) if left_out else batch)
         if not any(batch.supervised_tokens for batch in batches):
+            barren = window.epoch if barren is None else barren
+            if window.epoch > barren + 1:  # it would go on like that for ever
+                raise PotstillError("data: on_missing is skip, and the cache has none of the documents")
             continue
+        barren = None
         ready = [[teacher.prepare(batch) for teacher in teachers] for batch in batches]
         yield Prepared(replace(window, batches=tuple(batches)), ready)

@@ -21,6 +21,7 @@ PRODUCT_BYTES = 64 * 2**20  # of one product's logits
 BLOCK_BYTES = 2 * 2**20  # of the logits worked on at once; they stay in a processor's cache
 COLUMNS = 64  # that share one maximum, or one sum
 BELOW_ONE = 1 - 2.0**-23  # also in float32
+NO_MASS = -128.0  # a logit so far below the largest weighs 0 in float32; −inf would make 0 · −inf of its entropy
 
 
 def uniforms(seed: int, key: str, rows: int, draws: int) -> npt.NDArray[np.float64]:
@@ -37,7 +38,7 @@ def signal_of(
     """The signal of R rows, given as hidden states and a head over the format's vocabulary. `random` [R, N]: for draws."""
     assert target.hidden is not None
     if form.kind == "hidden":
-        hidden = target.hidden.cpu()
+        hidden = target.hidden.to("cpu", getattr(torch, form.dtype))
         return {"hidden": (hidden.view(torch.uint16) if hidden.dtype == torch.bfloat16 else hidden).numpy()}
     rows = labels.shape[0]
     n = max(1, PRODUCT_BYTES // (4 * form.vocabulary))
@@ -99,8 +100,11 @@ def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest_left(z: Tensor, values: Tensor) -> Tensor:
-    """An upper bound of what is left, near enough to it that the sum of exponentials neither overflows nor vanishes."""
-    return values[:, -1] if values.shape[1] < z.shape[1] else torch.zeros_like(values[:, -1])
+    """An upper bound of what is left, near enough to it that the sum of exponentials neither overflows nor vanishes. Finite,
+    for −inf − −inf is no number: fewer than k ids may have any mass."""
+    if values.shape[1] == z.shape[1]:
+        return torch.zeros_like(values[:, -1])
+    return values[:, -1].clamp(min=torch.finfo(values.dtype).min)
 
 
 def _log_mass(z: Tensor, largest: Tensor, temperature: float = 1.0) -> Tensor:
@@ -113,7 +117,7 @@ def _draws(z: Tensor, random: Tensor, temperature: float) -> dict[str, Tensor]:
     width = z.shape[1]
     if temperature != 1.0:
         z.div_(temperature)
-    z.sub_(z.amax(-1, keepdim=True))
+    z.sub_(z.amax(-1, keepdim=True)).clamp_(min=NO_MASS)
     weights = torch.mul(z, LOG2_E).exp2_()
     entropy = -(weights * z).sum(-1)
     groups = -(-width // COLUMNS)

@@ -22,8 +22,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
+import torch
 
-from potstill.files import MANIFEST, UNFINISHED, checksums, checksums_differ, could_not_write, write_bytes, write_text
+from potstill.files import (
+    MANIFEST,
+    UNFINISHED,
+    checksums,
+    checksums_differ,
+    could_not_write,
+    refusal,
+    write_bytes,
+    write_text,
+)
 from potstill.teachers.codec import KINDS, Document, Format, from_bytes
 from potstill.types import PotstillError
 
@@ -42,14 +52,27 @@ class Shard:
     keys: npt.NDArray[np.uint8]  # [D, 16]
     tokens: npt.NDArray[np.int32]  # [D]
     offsets: npt.NDArray[np.int64]  # [D + 1], into data
-    checksums: npt.NDArray[np.uint32]  # [D], crc32 of each document's bytes
+    checksums: npt.NDArray[np.uint32]  # [D], see `checksum`
     data: npt.NDArray[np.uint8]
 
     def document(self, number: int, form: Format, folder: Path) -> Document:
-        data = self.data[self.offsets[number] : self.offsets[number + 1]]
-        if zlib.crc32(data.data) != self.checksums[number]:
+        if not self.whole(number):
             raise damaged(folder, self.name, f"document {bytes(self.keys[number]).hex()} is not what was written")
-        return from_bytes(form, data, int(self.tokens[number]))
+        return from_bytes(form, self._bytes(number), int(self.tokens[number]))
+
+    def whole(self, number: int) -> bool:
+        """Whether a document is what was written."""
+        found = checksum(bytes(self.keys[number]), int(self.tokens[number]), self._bytes(number).data)
+        return found == self.checksums[number]
+
+    def _bytes(self, number: int) -> npt.NDArray[np.uint8]:
+        return self.data[self.offsets[number] : self.offsets[number + 1]]
+
+
+def checksum(key: bytes, tokens: int, data: bytes | memoryview) -> int:
+    """crc32 of a document's key, its number of tokens (int32) and its bytes: of the index too, without which they mean
+    nothing."""
+    return zlib.crc32(data, zlib.crc32(struct.pack("<16si", key, tokens)))
 
 
 def damaged(folder: Path, name: str, what: str) -> PotstillError:
@@ -78,8 +101,8 @@ class Cache:
 
     def _refresh(self) -> None:
         known = {shard.name for shard in self.shards}
-        names = shard_names(self.folder)
         listed = read_manifest(self.folder)["shards"]
+        names = shard_names(self.folder)  # after the manifest: another process may list a shard between the two
         lost = sorted(set(listed) - set(names))
         if lost:
             count = sum(listed[name]["documents"] for name in lost)
@@ -110,8 +133,12 @@ class Cache:
         return sum((self.folder / shard.name).stat().st_size for shard in self.shards)
 
     def find(self, keys: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Where each key is in the index; −1 where it is not."""
-        high, low = self._index[:2]
+        """Where each key is in the index, until it is refreshed; −1 where it is not."""
+        return self._find(self._index, keys)
+
+    @staticmethod
+    def _find(index: tuple[npt.NDArray[np.uint64], ...], keys: Sequence[str]) -> npt.NDArray[np.int64]:
+        high, low = index[:2]
         wanted = np.frombuffer(bytes.fromhex("".join(keys)), dtype=">u8").reshape(-1, 2).astype(np.uint64)
         at = np.searchsorted(high, wanted[:, 0])
         found = np.full(len(keys), -1, dtype=np.int64)
@@ -127,7 +154,15 @@ class Cache:
 
     def document(self, at: int) -> Document:
         """The document at a place that `find` gave."""
-        _, _, owner, place = self._index
+        return self._document(self._index, at)
+
+    def documents(self, keys: Sequence[str]) -> list[Document | None]:
+        """The document of each key, None where there is none. Another thread may refresh the index meanwhile."""
+        index = self._index
+        return [None if at < 0 else self._document(index, int(at)) for at in self._find(index, keys)]
+
+    def _document(self, index: tuple[npt.NDArray[np.uint64], ...], at: int) -> Document:
+        _, _, owner, place = index
         return self.shards[int(owner[at])].document(int(place[at]), self.form, self.folder)
 
     def keys(self) -> npt.NDArray[np.uint64]:
@@ -154,6 +189,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     missing = [key for key in (*IDENTITY, "files", "shards") if key not in manifest]
     if missing:
         raise PotstillError(f"{folder / MANIFEST} lacks {', '.join(missing)}: it is not what potstill wrote")
+    try:
+        form_of(manifest)
+        _ = [manifest["teacher"][key] for key in ("model", "weights", "dtype")]
+        _ = [manifest["chat"][key] for key in ("template", "kwargs")]
+        _ = [int(entry[key]) for entry in manifest["shards"].values() for key in ("documents", "tokens")]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PotstillError(f"{folder / MANIFEST} is not what potstill wrote ({error!r})") from error
     return manifest
 
 
@@ -179,19 +221,28 @@ def open_shard(folder: Path, name: str) -> Shard:
     match = SHARD.fullmatch(name)
     assert match is not None
     path = folder / name
-    size = path.stat().st_size
-    if size != int(match[1]):
-        raise damaged(folder, name, f"{size:,} bytes are left of {int(match[1]):,}")
-    data = np.memmap(path, dtype=np.uint8, mode="r")
+    try:
+        size = path.stat().st_size
+        if size != int(match[1]):
+            raise damaged(folder, name, f"{size:,} bytes are left of {int(match[1]):,}")
+        # Not np.memmap: it keeps a file open for each shard, and there may be more of them than a process may have open.
+        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
+    except (OSError, RuntimeError) as error:
+        raise PotstillError(f"cannot read {path} ({str(error).splitlines()[0]})") from error
+    data.flags.writeable = False
     try:
         (length,) = struct.unpack("<Q", data[:8].tobytes())
         header = json.loads(data[8 : 8 + length].tobytes())
         arrays = {
             key: _array(data[8 + length :], header[key]) for key in ("keys", "tokens", "offsets", "checksums", "data")
         }
-    except (ValueError, KeyError, struct.error) as error:
+        shard = Shard(name, **arrays)
+        documents = len(shard.tokens)
+        if (shard.keys.shape, len(shard.offsets), len(shard.checksums)) != ((documents, 16), documents + 1, documents):
+            raise ValueError("its arrays do not fit each other")
+    except (ValueError, KeyError, TypeError, struct.error) as error:
         raise damaged(folder, name, f"the header cannot be read ({error})") from error
-    return Shard(name, **arrays)
+    return shard
 
 
 def _array(data: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
@@ -230,7 +281,7 @@ class Writer:
                 "keys": np.frombuffer(bytes.fromhex("".join(keys)), dtype=np.uint8).reshape(-1, 16),
                 "tokens": tokens,
                 "offsets": np.cumsum([0, *map(len, blobs)], dtype=np.int64),
-                "checksums": np.array([zlib.crc32(blob) for blob in blobs], dtype=np.uint32),
+                "checksums": np.array([checksum(bytes.fromhex(k), *self.waiting[k]) for k in keys], dtype=np.uint32),
                 "data": np.frombuffer(b"".join(blobs), dtype=np.uint8),
             },
             metadata={"format": FORMAT, "version": str(VERSION)},
@@ -254,16 +305,24 @@ def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
             if (folder / MANIFEST).exists():
                 _check_same(folder, read_manifest(folder), identity)
                 return
-            others = [name for name in os.listdir(folder) if name != LOCK and not name.startswith(UNFINISHED)]
-            if others:
+            begun = folder / f"{UNFINISHED}cache"  # what a killed process left here is ours to write again
+            others = sorted(name for name in os.listdir(folder) if name != LOCK and not name.startswith(UNFINISHED))
+            if others and not begun.exists():
                 raise PotstillError(
                     f"{folder} is not a cache and not empty (there: {others[0]}): choose another folder"
                 )
+            begun.touch()
             fill(folder)
-            files = {name: entry for name, entry in checksums(folder).items() if name != LOCK}
+            files = {k: v for k, v in checksums(folder).items() if k != LOCK and not k.startswith(UNFINISHED)}
             _write_manifest(folder, {"format": FORMAT, "version": VERSION, **identity, "files": files, "shards": {}})
-    except OSError as error:
-        raise could_not_write(folder, error) from error
+            begun.unlink()
+    except PotstillError:
+        raise
+    except Exception as error:  # the libraries that write for us raise many kinds when the disk is full
+        refused = error if isinstance(error, OSError) else refusal(folder)
+        if refused is None:
+            raise
+        raise could_not_write(folder, refused) from error
 
 
 def _check_same(folder: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
