@@ -311,14 +311,23 @@ def _tiles(cut: Ints, student: _Flat, teacher: _Flat) -> list[Alignment]:
     exact = np.ones(cut.shape[1], dtype=np.bool_)
     if not _gapless(cut, ends_s, ends_t):
         cut, exact = _filled(cut, ends_s, ends_t)
+    if len(ends_s) == 1:
+        return [_alignment(cut, exact, 0, 0)]
     # An entry belongs to the sequence in which it ends; none crosses from one into the next.
     last = np.searchsorted(cut[1] + cut[3], ends_s + ends_t, side="right")
     tiles, begin = [], 0
     for end, off_s, off_t in zip(last.tolist(), ends_s - student.counts, ends_t - teacher.counts, strict=True):
-        s0, s1, t0, t1 = (cut[:, begin:end] - np.array([[off_s], [off_s], [off_t], [off_t]])).astype(np.int32)
-        tiles.append(Alignment(s0, s1, t0, t1, exact[begin:end]))
+        tiles.append(_alignment(cut[:, begin:end], exact[begin:end], off_s, off_t))
         begin = end
     return tiles
+
+
+def _alignment(cut: Ints, exact: Bools, off_s: int, off_t: int) -> Alignment:
+    s0, s1, t0, t1 = (
+        np.subtract(row, off, dtype=np.int32, casting="unsafe")
+        for row, off in zip(cut, (off_s, off_s, off_t, off_t), strict=True)
+    )
+    return Alignment(s0, s1, t0, t1, exact)
 
 
 def _with_atomless(begin: Ints, end: Ints, side: _Flat) -> tuple[Ints, Ints]:

@@ -8,6 +8,7 @@ equal run. Runs that are unique in both (anchors) come first, so that a long ins
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,9 @@ def equal_stretches(a: Atoms, b: Atoms) -> list[Stretch]:
     i = j = 0
     if min(len(middle_a), len(middle_b)) > LARGEST:
         for p, q, length in _anchors(middle_a, middle_b):
-            if p >= i and q >= j:
+            overlap = max(i - p, j - q, 0)
+            if overlap < length:
+                p, q, length = p + overlap, q + overlap, length - overlap
                 found += _shifted(_windowed(middle_a[i:p], middle_b[j:q]), head + i, head + j)
                 found.append((head + p, head + q, length))
                 i, j = p + length, q + length
@@ -96,18 +99,37 @@ def _as_text(atoms: Atoms) -> str:
 
 
 def _anchors(a: Atoms, b: Atoms) -> list[Stretch]:
-    """Runs that stand once in each, in an order that both share: the longest such chain."""
+    """Runs that stand once in each, in an order that both share: the longest such chain, neighbours joined."""
     hash_a, hash_b = _grams(a)[::STRIDE], _grams(b)
-    order = np.argsort(hash_b, kind="stable")
+    # Most places of b are of no interest, and a bitmap says so faster than sorting them all would.
+    mask = np.uint64((1 << (16 * len(hash_a)).bit_length()) - 1)
+    marks = np.zeros(int(mask) + 1, dtype=np.bool_)
+    marks[hash_a & mask] = True
+    candidates = np.flatnonzero(marks[hash_b & mask])
+    order = candidates[np.argsort(hash_b[candidates], kind="stable")]
     ranked = hash_b[order]
     first = np.searchsorted(ranked, hash_a, side="left")
     once = (np.searchsorted(ranked, hash_a, side="right") - first == 1) & _unique(hash_a)
     at_a = np.flatnonzero(once) * STRIDE
     at_b = order[first[once]]
-    chain = _increasing(at_b.tolist())
-    pairs = zip(at_a[chain].tolist(), at_b[chain].tolist(), strict=True)
-    # A hash may deceive; the atoms do not.
-    return [(p, q, GRAM) for p, q in pairs if np.array_equal(a[p : p + GRAM], b[q : q + GRAM])]
+    chain = slice(None) if (np.diff(at_b) > 0).all() else _increasing(at_b.tolist())
+    return list(_along_diagonals(a, b, at_a[chain], at_b[chain]))
+
+
+def _along_diagonals(a: Atoms, b: Atoms, at_a: npt.NDArray[np.int64], at_b: npt.NDArray[np.int64]) -> Iterator[Stretch]:
+    """Anchors in stretches: neighbours with the same shift, and nothing between them that differs."""
+    for some in np.split(np.arange(len(at_a)), np.flatnonzero(np.diff(at_b - at_a)) + 1):
+        if not len(some):
+            continue
+        begin, shift = int(at_a[some[0]]), int(at_b[some[0]] - at_a[some[0]])
+        end = int(at_a[some[-1]]) + GRAM
+        differ = np.flatnonzero(a[begin:end] != b[begin + shift : end + shift]) + begin
+        # A hash may deceive: an anchor with a difference inside is none.
+        true = some[np.searchsorted(differ, at_a[some]) == np.searchsorted(differ, at_a[some] + GRAM)]
+        for run in np.split(true, np.flatnonzero(np.diff(np.searchsorted(differ, at_a[true]))) + 1):
+            if len(run):
+                p = int(at_a[run[0]])
+                yield p, p + shift, int(at_a[run[-1]]) + GRAM - p
 
 
 def _grams(atoms: Atoms) -> npt.NDArray[np.uint64]:

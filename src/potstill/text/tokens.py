@@ -160,12 +160,17 @@ def gather(
     buffer: npt.NDArray[Any], begins: npt.NDArray[np.integer[Any]], spans: npt.NDArray[np.integer[Any]]
 ) -> npt.NDArray[Any]:
     """buffer[begins[0]:begins[0] + spans[0]], buffer[begins[1]: …] … as one array."""
+    if not spans.all():
+        some = np.flatnonzero(spans)
+        begins, spans = begins[some], spans[some]
     ends = np.cumsum(spans, dtype=np.int64)
-    total = int(ends[-1]) if len(ends) else 0
-    small = np.int32 if max(total, len(buffer)) < 2**31 else np.int64
-    at = np.repeat((begins - (ends - spans)).astype(small), spans)
-    at += np.arange(total, dtype=small)
-    return buffer.take(at)
+    if not len(ends):
+        return buffer[:0]
+    # Steps of one, and a jump where a token begins: a third of the time that np.repeat takes.
+    steps = np.ones(int(ends[-1]), dtype=np.int64)
+    steps[0] = begins[0]
+    steps[ends[:-1]] = begins[1:] - begins[:-1] - spans[:-1] + 1
+    return buffer.take(np.cumsum(steps, out=steps))
 
 
 def write_arrays(path: Path, arrays: Arrays, metadata: dict[str, str]) -> None:
