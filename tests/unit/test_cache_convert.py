@@ -1,0 +1,509 @@
+"""Caches made smaller, files of other systems taken in, and a reader that knows the specification alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.numpy
+import torch
+
+from potstill.config import DataConfig, SourceConfig, StoreConfig, TeacherConfig
+from potstill.data.examples import text_key
+from potstill.models import load_teacher
+from potstill.teachers.build import build
+from potstill.teachers.codec import read_chosen, read_hidden, read_sampled, read_top_k
+from potstill.teachers.convert import convert_cache
+from potstill.teachers.foreign import example_features, varints
+from potstill.teachers.imports import NOT_CUT, import_cache
+from potstill.teachers.inspect import verify
+from potstill.teachers.store import Cache
+from potstill.types import PotstillError
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+T = (1.0, 2.0)
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_teacher):
+    return load_teacher(TeacherConfig(model=str(tiny_teacher)), CPU, "teacher", "teacher")
+
+
+@pytest.fixture(scope="module")
+def made(teacher, tiny_text, tmp_path_factory):
+    """A function that builds a cache of the tiny text, once for each set of options."""
+    folder, done = tmp_path_factory.mktemp("caches"), {}
+
+    def make(**keys) -> Cache:
+        name = repr(sorted(keys.items()))
+        if name not in done:
+            data = DataConfig(sources=[SourceConfig(files=str(tiny_text))], max_length=64)
+            out = folder / str(len(done))
+            build(teacher, StoreConfig(**keys), data, out, name="tiny")
+            done[name] = Cache(out)
+        return done[name]
+
+    return make
+
+
+def keys_of(cache: Cache) -> list[str]:
+    return ["".join(f"{int(word):016x}" for word in pair) for pair in cache.keys()]  # noqa: SIM118
+
+
+def all_rows(cache: Cache, keys: list[str]):
+    documents = [cache.document(int(at)) for at in cache.find(keys)]
+    return [(document, np.arange(int(document.predicted.sum()))) for document in documents]
+
+
+# --- the specification ---
+
+
+def reader_of_the_spec():
+    text = (ROOT / "docs" / "cache-format.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    space: dict = {}
+    exec(code, space)
+    return space["documents"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"kind": "top_k", "k": 64, "temperatures": [1.0, 2.0]},
+        {"kind": "top_k", "k": 3},
+        {"kind": "top_k", "k": 1},
+        {"kind": "top_k", "k": 2048},
+        {"kind": "sampled", "draws": 50},
+        {"kind": "hidden"},
+        {"kind": "chosen"},
+    ],
+    ids=lambda keys: "-".join(str(value) for value in keys.values()),
+)
+def test_the_spec_alone_reads_every_kind(made, keys):
+    cache = made(**keys)
+    found = dict(reader_of_the_spec()(cache.folder))
+    assert sorted(found) == keys_of(cache)
+    for key, read in found.items():
+        ((document, rows),) = chosen = all_rows(cache, [key])
+        assert np.array_equal(read["tokens"], document.tokens) and np.array_equal(read["ends"], document.ends)
+        assert np.array_equal(read["predicted"], document.predicted)
+        if cache.form.kind == "top_k":
+            for temperature in cache.form.temperatures:
+                ids, logprobs, tail = read_top_k(chosen, temperature)
+                assert np.array_equal(read["ids"], ids)
+                np.testing.assert_allclose(read[temperature][0], np.exp(logprobs), rtol=2e-5, atol=1e-9)
+                np.testing.assert_allclose(read[temperature][1], np.exp(tail), atol=2e-6)
+        if cache.form.kind == "sampled":
+            ids, shares, entropy = read_sampled(chosen)
+            for row in rows:
+                distinct, counts = np.unique(read["draws"][row], return_counts=True)
+                assert dict(zip(distinct.tolist(), (counts / 50).astype("f4").tolist(), strict=True)) == {
+                    i: s for i, s in zip(ids[row].tolist(), shares[row].tolist(), strict=True) if s
+                }
+            np.testing.assert_allclose(read["entropy"], entropy)
+        if cache.form.kind == "hidden":
+            assert np.array_equal(read["hidden"], read_hidden(chosen))
+        if cache.form.kind in ("top_k", "chosen"):
+            np.testing.assert_allclose(read["chosen"], read_chosen(chosen), atol=1e-6)
+
+
+# --- a smaller cache ---
+
+
+@pytest.mark.parametrize("k", [64, 40, 9, 8, 2, 1])
+def test_a_smaller_k_is_what_a_build_with_it_gives(made, tmp_path, k):
+    large = made(kind="top_k", k=64, temperatures=list(T))
+    direct = made(kind="top_k", k=k, temperatures=list(T))
+    seen = []
+    done = convert_cache(large.folder, tmp_path / "small", k=k, progress=lambda now, total: seen.append((now, total)))
+    small = Cache(tmp_path / "small")
+    assert (done.documents, done.there, done.tokens) == (len(large), 0, large.tokens) and seen[-1] == (60, 60)
+    assert small.form == direct.form
+    same = ("teacher", "tokenizer", "chat", "piece_bytes", "kind", "files")
+    assert all(small.manifest[name] == large.manifest[name] for name in same)
+    keys = keys_of(large)
+    assert keys_of(small) == keys
+    a, b = all_rows(small, keys), all_rows(direct, keys)
+    for (one, _), (other, _) in zip(a, b, strict=True):
+        assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.ends, other.ends)
+        for name in ("ids", "fine", "chosen") + (("coarse",) if k != 64 else ()):
+            assert np.array_equal(one.streams[name], other.streams[name]), name
+    for temperature in T:
+        (ids, logprobs, tail), (ids_b, logprobs_b, tail_b) = (read_top_k(x, temperature) for x in (a, b))
+        assert np.array_equal(ids, ids_b)
+        assert np.abs(np.exp(logprobs).sum(-1) + np.exp(tail) - 1).max() < 1e-5
+        # The entries that were dropped are known to a coarse gap each, so their sum is nearly exact, not exact.
+        assert np.abs(np.exp(tail) - np.exp(tail_b)).max() < 0.01
+        assert np.abs((np.exp(tail) - np.exp(tail_b)).mean()) < 1e-4
+        assert np.abs(np.exp(logprobs) - np.exp(logprobs_b)).max() < 0.01
+    assert not verify(tmp_path / "small").damage
+
+
+def test_temperatures_can_be_left_out_and_nothing_else_changes(made, tmp_path):
+    large = made(kind="top_k", k=64, temperatures=list(T))
+    convert_cache(large.folder, tmp_path / "one", temperatures=[2.0])
+    one = Cache(tmp_path / "one")
+    assert one.form.temperatures == (2.0,) and one.form.k == 64
+    keys = keys_of(large)
+    for a, b in zip(read_top_k(all_rows(one, keys), 2.0), read_top_k(all_rows(large, keys), 2.0), strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_a_conversion_goes_on_and_adds_what_is_new(made, tmp_path):
+    large = made(kind="top_k", k=64, temperatures=list(T))
+    out = tmp_path / "small"
+    convert_cache(large.folder, out, k=8)
+    again = convert_cache(large.folder, out, k=8)
+    assert (again.documents, again.there) == (0, 60)
+    for shard in out.glob("shard-*"):
+        shard.unlink()
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps({**manifest, "shards": {}}))
+    assert convert_cache(large.folder, out, k=8).documents == 60
+
+
+def test_what_cannot_be_converted_is_refused(made, tmp_path):
+    large = made(kind="top_k", k=64, temperatures=list(T))
+    for keys, words in (
+        ({"k": 65}, "has 64 entries a token"),
+        ({"k": 0}, "has 64 entries a token"),
+        ({"temperatures": [3.0]}, "at 1, 2 only"),
+    ):
+        with pytest.raises(PotstillError, match=words):
+            convert_cache(large.folder, tmp_path / "out", **keys)
+    with pytest.raises(PotstillError, match="only top_k"):
+        convert_cache(made(kind="chosen").folder, tmp_path / "out", k=2)
+    with pytest.raises(PotstillError, match="the cache itself"):
+        convert_cache(large.folder, large.folder, k=2)
+    assert not (tmp_path / "out").exists()
+    convert_cache(large.folder, tmp_path / "out", k=8)
+    with pytest.raises(PotstillError, match="another signal"):
+        convert_cache(large.folder, tmp_path / "out", k=4)
+
+
+# --- files of other systems ---
+
+
+def varint(value: int) -> bytes:
+    value %= 2**64
+    parts = []
+    while value > 127:
+        parts.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*parts, value])
+
+
+def field(number: int, data: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def tf_example(features: dict[str, np.ndarray], packed: bool = True) -> bytes:
+    entries = b""
+    for name, values in features.items():
+        values = np.asarray(values).ravel()
+        if values.dtype.kind == "f":
+            each = [struct.pack("<f", value) for value in values]
+            listed, number, wire = each, 2, 5
+        else:
+            listed, number, wire = [varint(int(value)) for value in values], 3, 0
+        inner = field(1, b"".join(listed)) if packed else b"".join(varint(1 << 3 | wire) + one for one in listed)
+        entries += field(1, field(1, name.encode()) + field(2, field(number, inner)))
+    return field(1, entries)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_serialized_example_is_read(packed):
+    features = {
+        "inputs": np.array([0, 1, 127, 128, 300, 2**31, -1, 2**62]),
+        "top_k_logits": np.array([1.5, -2.25, np.inf], dtype=np.float32),
+        "empty": np.array([], dtype=np.int64),
+    }
+    found = example_features(tf_example(features, packed))
+    assert found.keys() == features.keys()
+    for name, values in features.items():
+        assert np.array_equal(found[name], values), name
+
+
+def test_protobufs_own_writer_agrees():
+    pb = pytest.importorskip("google.protobuf")
+    del pb
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    file = descriptor_pb2.FileDescriptorProto(name="x.proto", package="x", syntax="proto3")
+    numbers = file.message_type.add(name="Numbers")
+    numbers.field.add(name="value", number=1, type=3, label=3)  # int64, repeated
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    message = message_factory.GetMessageClass(pool.FindMessageTypeByName("x.Numbers"))
+    values = np.random.default_rng(0).integers(-(2**63), 2**63, 1000) >> np.arange(1000) % 64
+    data = message(value=values.tolist()).SerializeToString()
+    assert data[:1] == b"\x0a"
+    size = len(varint(sum(len(varint(int(v))) for v in values)))
+    assert np.array_equal(varints(memoryview(data)[1 + size :]), values)
+
+
+class Files:
+    """array_record's reader, over a JSON list of hexadecimal records: the tests need no array_record."""
+
+    def __init__(self, path: str) -> None:
+        self.records = [bytes.fromhex(line) for line in json.loads(Path(path).read_text())]
+
+    def num_records(self) -> int:
+        return len(self.records)
+
+    def read(self, numbers: list[int]) -> list[bytes]:
+        return [self.records[number] for number in numbers]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def array_record(monkeypatch):
+    module = types.SimpleNamespace(ArrayRecordReader=Files)
+    monkeypatch.setitem(sys.modules, "array_record", types.ModuleType("array_record"))
+    package = types.ModuleType("array_record.python")
+    package.array_record_module = module
+    monkeypatch.setitem(sys.modules, "array_record.python", package)
+
+
+def write_records(path: Path, records: list[bytes]) -> Path:
+    path.write_text(json.dumps([record.hex() for record in records]))
+    return path
+
+
+TEXTS = ["The people of the United States.", "Peace, and commerce with all nations", "a treaty — naïve façade 日本"]
+
+
+def entries_of(tokenizer, texts=TEXTS, k=8, seed=0):
+    """Tokens with eos, ids and logits of made-up teachers; the token that follows is mostly among them."""
+    random, made = np.random.default_rng(seed), []
+    for text in texts:
+        tokens = np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+        logits = random.normal(0, 3, (len(tokens), len(tokenizer))).astype(np.float32)
+        logits[np.arange(len(tokens) - 1), tokens[1:]] += 8
+        ids = np.argsort(-logits, -1)[:, :k]
+        made.append((text, tokens, ids, np.take_along_axis(logits, ids, -1), logits))
+    return made
+
+
+def expected(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    values = logits.astype(np.float64) / temperature
+    return values - np.logaddexp.reduce(values, -1, keepdims=True)
+
+
+@pytest.mark.parametrize("coding", ["example", "safetensors"])
+def test_maxtext_files_become_a_cache(teacher, tiny_teacher, array_record, tmp_path, coding):
+    made = entries_of(teacher.tokenizer)
+    length = max(len(tokens) for _, tokens, *_ in made)
+    records = []
+    for _, tokens, ids, values, _ in made:
+        pad = length - len(tokens)
+        whole = {
+            "inputs": np.pad(tokens, (0, pad)),
+            "top_k_logits": np.pad(values, ((0, pad), (0, 0))),
+            "top_k_indices": np.pad(ids, ((0, pad), (0, 0))),
+            "inputs_segmentation": np.pad(np.ones(len(tokens), dtype=np.int64), (0, pad)),
+        }
+        records.append(whole)
+    if coding == "example":
+        data = [tf_example(record) for record in records]
+    else:
+        names = {name: "tokens" if name == "inputs" else name for name in records[0]}
+        batch = {new: np.stack([record[name] for record in records]) for name, new in names.items()}
+        data = [safetensors.numpy.save(batch)]
+    file = write_records(tmp_path / "part.array_record", data)
+    out, texts = tmp_path / "cache", tmp_path / "texts.jsonl"
+    keys = {"layout": "maxtext", "tokenizer": str(tiny_teacher), "teacher_name": "big", "texts": texts}
+    found = import_cache([file], out, temperatures=[1.0, 2.0], **keys)
+    assert (found.documents, found.left_out, found.rest) == (3, {}, False)
+    assert [json.loads(line)["text"] for line in texts.read_text(encoding="utf-8").splitlines()] == TEXTS
+    cache = Cache(out)
+    assert cache.manifest["teacher"] == {"model": "big", "weights": "imported", "dtype": "unknown"}
+    assert cache.manifest["imported"] == {"layout": "maxtext", "values": "logits", "rest": "none"}
+    assert cache.manifest["piece_bytes"] == NOT_CUT and cache.form.k == 8 and cache.form.temperatures == T
+    for text, tokens, ids, values, _ in made:
+        ((document, rows),) = chosen = all_rows(cache, [text_key(text)])
+        assert np.array_equal(document.tokens, tokens) and document.ends[-1] == len(text.encode())
+        assert document.predicted.tolist() == [False] + [True] * (len(tokens) - 1)
+        for temperature in T:
+            got_ids, logprobs, tail = read_top_k(chosen, temperature)
+            assert np.array_equal(got_ids, ids[rows])
+            np.testing.assert_allclose(logprobs, expected(values[rows], temperature), atol=0.012)
+            assert np.isneginf(tail).all()
+        known = (ids[:-1] == tokens[1:, None]).any(-1)
+        assert known.any()
+        label = np.where(ids[:-1] == tokens[1:, None], expected(values[:-1]), -np.inf).max(-1)
+        np.testing.assert_allclose(read_chosen(chosen)[known], label[known], atol=1e-3)
+        assert (read_chosen(chosen)[~known] < -63.9).all()
+    assert not verify(out).damage
+    again = import_cache([file], out, temperatures=[1.0, 2.0], **keys)
+    assert (again.documents, again.there) == (0, 3)
+    with pytest.raises(PotstillError, match="is a cache of big, and what is imported is of other"):
+        import_cache([file], out, **{**keys, "teacher_name": "other"})
+
+
+def test_packed_sequences_are_taken_apart(teacher, tiny_teacher, array_record, tmp_path):
+    made = entries_of(teacher.tokenizer)
+    parts = [np.concatenate([one[i] for one in made]) for i in (1, 2, 3)]
+    segments = np.concatenate([np.full(len(one[1]), number) for number, one in enumerate(made, 1)])
+    record = dict(zip(("inputs", "top_k_indices", "top_k_logits"), parts, strict=True))
+    file = write_records(
+        tmp_path / "a.array_record", [tf_example({**record, "inputs_segmentation": segments}), tf_example(record)]
+    )
+    found = import_cache(
+        [file], tmp_path / "cache", layout="maxtext", tokenizer=str(tiny_teacher), teacher_name="big",
+        texts=tmp_path / "t.jsonl",
+    )  # fmt: skip
+    assert found.documents == 4, "three of the packed one, and the second as the one text that nothing says it is not"
+    cache = Cache(tmp_path / "cache")
+    for text, _, ids, *_ in made:
+        chosen = all_rows(cache, [text_key(text)])
+        assert np.array_equal(read_top_k(chosen, 1.0)[0], ids[:-1])
+
+
+def write_parquet(path: Path, made, values, **more) -> Path:
+    table = {
+        "input_ids": pa.array([tokens.tolist() for _, tokens, *_ in made], pa.list_(pa.uint64())),
+        "top_k_indices": pa.array([one[2].tolist() for one in made], pa.list_(pa.list_(pa.uint64()))),
+        "top_k_logprobs": pa.array([rows.tolist() for rows in values], pa.list_(pa.list_(pa.float32()))),
+    }
+    pq.write_table(pa.table({**table, **more}), path)
+    return path
+
+
+def test_parquet_with_log_probabilities_has_its_rest(teacher, tiny_teacher, tmp_path):
+    made = entries_of(teacher.tokenizer, k=16)
+    exact = [expected(logits) for *_, logits in made]
+    logprobs = [np.take_along_axis(whole, one[2], -1) for whole, one in zip(exact, made, strict=True)]
+    file = write_parquet(tmp_path / "a.parquet", made, logprobs)
+    keys = {"layout": "parquet", "tokenizer": str(tiny_teacher), "teacher_name": "big", "texts": tmp_path / "t.jsonl"}
+    found = import_cache([file], tmp_path / "cache", k=12, **keys)
+    assert found.documents == 3 and found.rest
+    cache = Cache(tmp_path / "cache")
+    assert cache.manifest["imported"] == {"layout": "parquet", "values": "logprobs", "rest": "known"}
+    for (text, _, ids, *_), whole in zip(made, exact, strict=True):
+        got_ids, got, tail = read_top_k(all_rows(cache, [text_key(text)]), 1.0)
+        assert np.array_equal(got_ids, ids[:-1, :12])
+        right = np.take_along_axis(whole, ids, -1)[:-1, :12]
+        np.testing.assert_allclose(np.exp(got), np.exp(right), atol=2e-3)
+        rest = np.exp(np.sort(whole[:-1], -1)[:, :-12]).sum(-1)
+        np.testing.assert_allclose(np.exp(tail), rest, rtol=2e-3, atol=1e-6)
+    with pytest.raises(PotstillError, match="known there only"):
+        import_cache([file], tmp_path / "other", temperatures=[2.0], **keys)
+
+
+def test_a_normaliser_beside_logits_gives_the_rest(teacher, tiny_teacher, tmp_path):
+    made = entries_of(teacher.tokenizer)
+    normaliser = [np.logaddexp.reduce(logits.astype(np.float64), -1) for *_, logits in made]
+    file = write_parquet(
+        tmp_path / "a.parquet", made, [one[3] for one in made], z=pa.array([row.tolist() for row in normaliser])
+    )
+    keys = {"layout": "parquet", "tokenizer": str(tiny_teacher), "teacher_name": "big", "texts": tmp_path / "t.jsonl"}
+    found = import_cache([file], tmp_path / "cache", columns={"normaliser": "z"}, **keys)
+    assert found.rest
+    cache = Cache(tmp_path / "cache")
+    for text, _, ids, _, logits in made:
+        _, got, _ = read_top_k(all_rows(cache, [text_key(text)]), 1.0)
+        whole = expected(logits)[:-1]
+        np.testing.assert_allclose(got, np.take_along_axis(whole, ids[:-1], -1), atol=0.012)
+    bare = import_cache([file], tmp_path / "bare", **keys)
+    assert not bare.rest, "without it the values are told to be logits by their sums"
+
+
+def test_entries_for_the_token_itself_ragged_lists_and_texts(teacher, tiny_teacher, tmp_path):
+    """As vLLM gives them: none for the first token, k or k + 1 for the others, and the text is there."""
+    made = entries_of(teacher.tokenizer, k=9)
+    shifted, ids, values = [], [], []
+    for text, tokens, one, _, logits in made:
+        whole = np.take_along_axis(expected(logits), one, -1)
+        counts = [8 + i % 2 for i in range(len(tokens) - 1)]
+        ids.append([None, *(row[:c].tolist() for row, c in zip(one, counts, strict=False))])
+        values.append([None, *(row[:c].tolist() for row, c in zip(whole, counts, strict=False))])
+        shifted.append((text, tokens))
+    table = {
+        "ids": pa.array([tokens.tolist() for _, tokens in shifted]),
+        "top": pa.array(ids),
+        "how": pa.array(values),
+        "body": pa.array([text for text, _ in shifted]),
+    }
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    columns = {"tokens": "ids", "ids": "top", "values": "how", "text": "body"}
+    keys = {"layout": "parquet", "tokenizer": str(tiny_teacher), "teacher_name": "big", "columns": columns}
+    found = import_cache([tmp_path / "a.parquet"], tmp_path / "cache", predicts="this", **keys)
+    assert found.documents == 3 and Cache(tmp_path / "cache").form.k == 8
+    for text, _, one, *_ in made:
+        got, *_ = read_top_k(all_rows(Cache(tmp_path / "cache"), [text_key(text)]), 1.0)
+        assert np.array_equal(got, one[:-1, :8])
+
+
+def test_what_does_not_come_back_from_its_text_is_left_out_and_counted(teacher, tiny_teacher, tmp_path):
+    tokenizer = teacher.tokenizer
+    made = entries_of(tokenizer, [*TEXTS, TEXTS[0]], k=4)
+    pieces = [tokenizer.convert_tokens_to_ids(letter) for letter in "theory"]  # never the tokens of that word
+    odd = ("theory", np.array([*pieces, tokenizer.eos_token_id]), *(x[: len(pieces) + 1] for x in made[0][2:]))
+    cut = ("", made[1][1][:-2], *(x[:-2] for x in made[1][2:]))  # no eos: one is put there, with the last entries
+    file = write_parquet(tmp_path / "a.parquet", [*made, odd, cut], [one[3] for one in [*made, odd, cut]])
+    keys = {"layout": "parquet", "tokenizer": str(tiny_teacher), "teacher_name": "big", "values": "logits"}
+    found = import_cache([file], tmp_path / "cache", texts=tmp_path / "t.jsonl", **keys)
+    assert found.left_out == {"text": 1, "twice": 1} and found.documents == 4
+    cache = Cache(tmp_path / "cache")
+    for line in (tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines():
+        ((document, _),) = all_rows(cache, [text_key(json.loads(line)["text"])])
+        assert document.tokens[-1] == tokenizer.eos_token_id
+    with pytest.raises(PotstillError, match="--texts"):
+        import_cache([file], tmp_path / "x", **keys)
+
+
+def test_bad_files_are_told_apart(tiny_teacher, array_record, tmp_path, monkeypatch):
+    keys = {"tokenizer": str(tiny_teacher), "teacher_name": "big", "texts": tmp_path / "t.jsonl"}
+
+    def of_maxtext(*records: bytes):
+        file = write_records(tmp_path / "a.array_record", list(records))
+        return import_cache([file], tmp_path / "cache", layout="maxtext", **keys)
+
+    record = {"inputs": np.arange(3), "top_k_logits": np.ones((3, 2), "f4"), "top_k_indices": np.ones((3, 2), "i8")}
+    for data, words in (
+        (b"\x80\x04}", "is a pickle"),
+        (b"\x0a\xff\xff", "neither a tf.train.Example"),
+        (tf_example({"inputs": np.arange(3)}), "no feature top_k_indices"),
+        (tf_example({**record, "top_k_indices": np.ones(5, "i8")}), "3 tokens, 5 ids and 6 values"),
+        (tf_example({**record, "inputs": np.arange(3) + 70, "top_k_indices": np.full(6, 9999)}), "has the id 9999"),
+    ):
+        with pytest.raises(PotstillError, match=words):
+            of_maxtext(data)
+    with pytest.raises(PotstillError, match="holds no entries"):
+        of_maxtext()
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(PotstillError, match=r"has no column input_ids \(there: a\)"):
+        import_cache([tmp_path / "a.parquet"], tmp_path / "cache2", layout="parquet", **keys)
+    low = {"input_ids": [[5, 6]], "top_k_indices": [[[1], [2]]], "top_k_logprobs": [[[-9.0], [-8.0]]]}
+    pq.write_table(pa.table(low), tmp_path / "b.parquet")
+    with pytest.raises(PotstillError, match="say --values logits, or --values logprobs"):
+        import_cache([tmp_path / "b.parquet"], tmp_path / "cache2", layout="parquet", **keys)
+    monkeypatch.setitem(sys.modules, "array_record.python", None)
+    with pytest.raises(PotstillError, match=r"pip install 'potstill\[import\]'"):
+        of_maxtext()
+
+
+def test_a_real_array_record_file(teacher, tiny_teacher, tmp_path):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    made = entries_of(teacher.tokenizer)
+    writer = module.ArrayRecordWriter(str(tmp_path / "a.array_record"), "group_size:1")
+    for _, tokens, ids, values, _ in made:
+        writer.write(tf_example({"inputs": tokens, "top_k_logits": values, "top_k_indices": ids}))
+    writer.close()
+    keys = {"layout": "maxtext", "tokenizer": str(tiny_teacher), "teacher_name": "big", "texts": tmp_path / "t.jsonl"}
+    assert import_cache([tmp_path / "a.array_record"], tmp_path / "cache", **keys).documents == 3
+    with pytest.raises(PotstillError, match="cannot be read as an array_record file"):
+        (tmp_path / "b.array_record").write_bytes(b"nonsense" * 99)
+        import_cache([tmp_path / "b.array_record"], tmp_path / "cache2", **keys)
