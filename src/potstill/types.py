@@ -132,7 +132,61 @@ class SampledTarget:
         return replace(self, ids=self.ids[rows], weights=self.weights[rows], entropy=entropy)
 
 
-Target = DenseTarget | TopKTarget | SampledTarget
+@dataclass(frozen=True)
+class Chunks:
+    """Runs of a batch's rows that cover the same bytes as runs of a teacher's tokens. C chunks, M rows within them."""
+
+    first: Tensor  # int64 [C]; the row of each chunk's first token, increasing
+    inner: Tensor  # int64 [M]; the other rows of the chunks, increasing
+    owner: Tensor  # int64 [M]; the chunk of each
+    first_host: npt.NDArray[np.int64]  # the same as `first` and `inner`: which rows are where is asked on the host
+    inner_host: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Relation:
+    """How two vocabularies relate, on a device: `text.VocabMap` as the losses need it. Vs and Vt ids, P pairs, E entries."""
+
+    student: Tensor  # int64 [P], increasing; student[i] and teacher[i] mean the same
+    teacher: Tensor  # int64 [P]
+    student_alone: Tensor  # int64; the ids that are in no pair, increasing
+    teacher_alone: Tensor
+    place_student: Tensor  # int64 [Vs]; index in `student`, or −1 − index in `student_alone`
+    place_teacher: Tensor  # int64 [Vt]
+    start: Tensor  # int64 [E]; the projection: student id, increasing …
+    end: Tensor  # int64 [E]; … teacher id …
+    value: Tensor  # [E]; … and share
+    unmapped: Tensor  # int64; student ids without an entry
+    hosts: Mapping[str, npt.NDArray[np.int64]]  # student, student_alone, start and unmapped, to cut them on the host
+
+    def to(self, device: torch.device) -> Relation:
+        return _moved(self, device)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.place_student.shape[0], self.place_teacher.shape[0]
+
+
+@dataclass(frozen=True)
+class CrossTarget:
+    """What a teacher with other tokens says, chunk by chunk; `rows` of the other targets are rows of the batch. C chunks."""
+
+    method: str  # shared, projection, chunk or uld
+    chunks: Chunks
+    relation: Relation
+    start: (
+        DenseTarget | TopKTarget | None
+    )  # what it expects where a chunk begins, over its own ids [C]; None: not known
+    token: Tensor  # int64 [C]; its first token of each chunk
+    logprob: Tensor  # [C]; log-probability of that token
+    inner: Tensor  # [C]; sum of the log-probabilities of its other tokens of the chunk
+    chunk_temperature: float = 1.0
+
+    def to(self, device: torch.device) -> CrossTarget:
+        return _moved(self, device)
+
+
+Target = DenseTarget | TopKTarget | SampledTarget | CrossTarget
 
 
 class Teacher(Protocol):
@@ -165,6 +219,6 @@ def _moved(record: Any, device: torch.device) -> Any:
         value = getattr(record, field.name)
         if isinstance(value, Tensor):
             changed[field.name] = value.to(device, non_blocking=True)
-        elif isinstance(value, Rows):
+        elif isinstance(value, Rows | Chunks | Relation | DenseTarget | TopKTarget):
             changed[field.name] = _moved(value, device)
     return replace(record, **changed)

@@ -413,7 +413,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"labels": meta(3, dtype=torch.int32)}, r"labels \[3\] of torch.int32 must be \[3\] of torch.int64"),
     ({"row_weight": meta(3, 1)}, r"row_weight \[3, 1\] must be \[3\]"),
     ({"row_weight": meta(3, dtype=torch.bool)}, "row_weight must be floating point, not torch.bool"),
-    ({"target": [(1.0, "a teacher")]}, "str is not a DenseTarget, TopKTarget or SampledTarget"),
+    ({"target": [(1.0, "a teacher")]}, "str is not a DenseTarget, TopKTarget, SampledTarget or CrossTarget"),
     ({"target": [(1.0, whole), (1.0, DenseTarget())]}, "a DenseTarget needs hidden and weight, or logits"),
     ({"target": DenseTarget(hidden=meta(3, 5))}, "a DenseTarget needs hidden and weight, or logits"),
     ({"target": DenseTarget(logits=meta(3, 1, 9))}, r"must be \[N, …\] and floating point, not \[3, 1, 9\]"),

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from potstill.losses.divergences import DIVERGENCES
-from potstill.types import DenseTarget, SampledTarget, Target, TopKTarget
+from potstill.types import CrossTarget, DenseTarget, SampledTarget, Target, TopKTarget
+
+CROSS_METHODS = ("shared", "projection", "chunk", "uld")  # those of losses/cross.py
 
 
 def check_call(
@@ -68,8 +70,10 @@ def check_call(
                 raise ValueError(f"target entropy {list(target.entropy.shape)} must be [{n}], one a row")
             if divergence != "forward_kl":
                 raise ValueError(f"sampled targets are unbiased for forward_kl only, not for {divergence}")
+        elif isinstance(target, CrossTarget):
+            _check_cross(target, labels, temperature)
         else:
-            raise ValueError(f"{type(target).__name__} is not a DenseTarget, TopKTarget or SampledTarget")
+            raise ValueError(f"{type(target).__name__} is not a DenseTarget, TopKTarget, SampledTarget or CrossTarget")
 
 
 def check_settings(divergence: str, temperature: float, beta: float, alpha: float) -> None:
@@ -110,6 +114,25 @@ def _check_dense(target: DenseTarget, n: int, v: int, sharded: bool) -> None:
     _check_cap(target.softcap, "the teacher's softcap")
     if not sharded and target.width > v:
         _refuse_wide(target.width, v)
+
+
+def _check_cross(target: CrossTarget, labels: Tensor | None, temperature: float) -> None:
+    count = target.chunks.first.shape[0]
+    if target.method not in CROSS_METHODS:
+        raise ValueError(f"unknown method {target.method!r} for two tokenizers; there are {', '.join(CROSS_METHODS)}")
+    if labels is None:
+        raise ValueError("a target of another tokenizer needs labels: the chunks' own tokens")
+    if target.method == "chunk" and temperature != 1.0:
+        raise ValueError(
+            f"the method chunk compares likelihoods of text, which are at temperature 1, not {temperature}"
+        )
+    if target.method != "chunk" and target.start is None:
+        raise ValueError(f"the method {target.method} needs what the teacher expects, not only how likely the text was")
+    if isinstance(target.start, SampledTarget):
+        raise ValueError("draws do not serve a teacher with another tokenizer: use top-k or dense targets")
+    for name in ("token", "logprob", "inner"):
+        if getattr(target, name).shape != (count,):
+            raise ValueError(f"target {name} {list(getattr(target, name).shape)} must be [{count}], one a chunk")
 
 
 def _check_bias(bias: Tensor | None, v: int, name: str) -> None:

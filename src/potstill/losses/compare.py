@@ -10,7 +10,7 @@ from torch import Tensor
 from potstill.losses.divergences import LOG_FLOOR
 from potstill.losses.fused import CHUNK_BYTES
 from potstill.losses.rows import log_probs, target_logits
-from potstill.types import DenseTarget, SampledTarget, Target, TopKTarget
+from potstill.types import CrossTarget, DenseTarget, SampledTarget, Target, TopKTarget
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
 
 def _against(teacher: Target, rows: slice, logits: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The teacher's entropy, KL(P‖Q) and whether both like the same token best."""
+    if isinstance(teacher, CrossTarget):
+        return None, None, None  # its tokens are others
     logq = log_probs(logits[:, : teacher.width])
     best = logq.argmax(-1)
     if isinstance(teacher, SampledTarget):

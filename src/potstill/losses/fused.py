@@ -9,7 +9,7 @@ N rows, H hidden width, V vocabulary (this rank's part of it, with a group), n r
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potstill.losses.checks import check_call
+from potstill.losses.cross import OpenedChunks
 from potstill.losses.divergences import Knobs
-from potstill.losses.rows import Call, Scratch, head_logits, loss_of_rows, target_logits
+from potstill.losses.rows import Call, Opened, Scratch, head_logits, loss_of_rows, target_logits
 from potstill.losses.vocab_parallel import shared_columns
-from potstill.types import DenseTarget, Target
+from potstill.types import CrossTarget, DenseTarget, Target
 
 CHUNK_BYTES = 192 * 2**20  # of one [n, V] buffer; with few rows a product mostly moves the head about
 BLOCK_BYTES = 2 * 2**20  # of one [b, V] buffer
@@ -86,8 +87,9 @@ def fused_linear_kd(
     columns, targets, same_ids = shared_columns(weight.shape[0], targets, group, hidden.device)
     if row_weight is None:
         row_weight = hidden.new_ones(hidden.shape[0], dtype=torch.float32)
+    compute = torch.promote_types(hidden.dtype, torch.float32)
     call = Call(
-        targets=targets,
+        targets=[(w, OpenedChunks.of(t, compute) if isinstance(t, CrossTarget) else t) for w, t in targets],
         labels=labels,
         row_weight=row_weight,
         divergence=divergence,
@@ -154,13 +156,15 @@ def _chunks(
     kd = torch.zeros(rows, dtype=compute, device=hidden.device)
     ce = torch.zeros_like(kd)
     weight_h = weight.to(hidden.dtype)
+    opened = [target for _, target in call.targets if isinstance(target, OpenedChunks)]
+    chunks = list(_cut(rows, n, opened))
+    n = max((chunk.stop - chunk.start for chunk in chunks), default=n)
     student = _room(0, n, vocabulary, compute, hidden.device)
     teachers = [_room_for(target, place, n, compute) for place, (_, target) in enumerate(call.targets, 1)]
     scratch = Scratch(b, vocabulary, compute, hidden.device)
 
-    for start in range(0, rows, max(1, n)):
-        chunk = slice(start, min(start + n, rows))
-        count = chunk.stop - chunk.start
+    for chunk in chunks:
+        start, count = chunk.start, chunk.stop - chunk.start
         logits = head_logits(hidden[chunk], weight_h, bias, None, call.logit_scale, out=student[:count])
         ready = [
             target_logits(target, chunk, out=buffer[:count])
@@ -168,6 +172,8 @@ def _chunks(
             else None
             for (_, target), buffer in zip(call.targets, teachers, strict=True)
         ]
+        for target in opened:
+            target.begin(logits, chunk, call, b)
         for first in range(0, count, b):
             block = slice(first, min(first + b, count))
             at = slice(start + block.start, start + block.stop)
@@ -195,7 +201,23 @@ def _chunks(
     return gradients, kd, ce
 
 
-def _room_for(target: Target, place: int, rows: int, compute: torch.dtype) -> Tensor | None:
+def _cut(rows: int, n: int, opened: Sequence[Opened]) -> Iterator[slice]:
+    """Chunks of about n rows that end where every opened target allows it."""
+    start = 0
+    while start < rows:
+        stop = size = min(n, rows - start) + start
+        while stop < rows:
+            earliest = min([stop, *(target.breaks(stop) for target in opened)])
+            if earliest == stop:
+                break
+            stop = earliest
+            if stop <= start:  # one run of rows is longer than a chunk: let it be as long as that
+                stop = size = size + 1
+        yield slice(start, stop)
+        start = stop
+
+
+def _room_for(target: Target | Opened, place: int, rows: int, compute: torch.dtype) -> Tensor | None:
     """Room for a chunk of a dense teacher's logits; the divergence works in it, so ready logits are copied there too."""
     if not isinstance(target, DenseTarget):
         return None

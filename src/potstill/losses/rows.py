@@ -8,23 +8,44 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from potstill.losses.divergences import DIVERGENCES, LOG_FLOOR, Block, Knobs, forward_kl, temperature_scale
 from potstill.losses.vocab_parallel import Columns
-from potstill.types import DenseTarget, SampledTarget, Target, TopKTarget
+from potstill.types import CrossTarget, DenseTarget, SampledTarget, Target, TopKTarget
 
 LOG2_E = math.log2(math.e)
 Ready = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]  # q, p, and the masses of P and Q, as a Block has them
+
+
+class Opened(Protocol):
+    """A target whose rows are not independent of each other, with what it finds out while they go by (losses/cross.py)."""
+
+    def begin(self, logits: Tensor, chunk: slice, call: Call, block: int) -> None:
+        """Before the blocks of a chunk of rows: look at all of the chunk's logits."""
+        ...
+
+    def loss(self, z: Tensor, rows: slice, call: Call, scratch: Scratch) -> tuple[Tensor, float]:
+        """As `_divergence`."""
+        ...
+
+    def scaled_as(self, divergence: str) -> str:
+        """The divergence whose scale with the temperature its values have."""
+        ...
+
+    def breaks(self, row: int) -> int:
+        """The nearest row, at or before this one, where a chunk of rows may end."""
+        ...
 
 
 @dataclass(frozen=True)
 class Call:
     """Everything of a call that is not differentiated."""
 
-    targets: Sequence[tuple[float, Target]]
+    targets: Sequence[tuple[float, Target | Opened]]
     labels: Tensor | None
     row_weight: Tensor
     divergence: str
@@ -104,7 +125,7 @@ def loss_of_rows(
     ce, q, ready = z.new_zeros(b), None, None
     if call.labels is not None and only is not None:
         q, p = scratch("q", b, v), scratch("p", b, v)
-        mass_q, mass_p = _softmax(call.columns, (z, q), (only, p))
+        mass_q, mass_p = softmax(call.columns, (z, q), (only, p))
         ready = q, p, (mass_p, mass_q)
         (label,) = call.columns.total(call.columns.gather(z, call.labels[rows, None], 0.0).squeeze(-1))
         ce = mass_q.log() - label
@@ -160,7 +181,7 @@ def _exp(x: Tensor, out: Tensor) -> Tensor:
     return torch.mul(x, LOG2_E, out=out).exp2_()
 
 
-def _softmax(columns: Columns, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def softmax(columns: Columns, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """In place of each pair's first: log softmax, floored, but for −log of the mass that is given back [b]; into its second:
     softmax, of the first pair divided by its mass, of the others not yet. What they need of other ranks travels together.
     The maximum is taken off before the logarithm, not with it: their sum would round large logits."""
@@ -186,15 +207,17 @@ def _cross_entropy(z: Tensor, labels: Tensor, columns: Columns, out: Tensor) -> 
 def _divergence(
     z: Tensor,
     teacher: Tensor | None,
-    target: Target,
+    target: Target | Opened,
     rows: slice,
     call: Call,
     scratch: Scratch,
     ready: Ready | None,
 ) -> tuple[Tensor, float]:
     """Scaled divergence of the rows. `z` becomes its gradient up to the factor that is given back. With `ready`, `z` and
-    `teacher` have been through `_softmax` already."""
-    scale, t = temperature_scale(call.divergence, call.temperature), call.temperature
+    `teacher` have been through `softmax` already."""
+    t = call.temperature
+    known = isinstance(target, Target)
+    scale = temperature_scale(call.divergence if known else target.scaled_as(call.divergence), t)
     if t != 1.0:
         z.div_(t)
         if teacher is not None:
@@ -204,8 +227,11 @@ def _divergence(
         value, factor = _dense(z, teacher, call, scratch, ready)
     elif isinstance(target, TopKTarget):
         value, factor = _top_k(z, target, rows, call)
-    else:
+    elif isinstance(target, SampledTarget):
         value, factor = _sampled(z, target, rows, call, scratch)
+    else:
+        assert not isinstance(target, CrossTarget), "it was opened before"
+        value, factor = target.loss(z, rows, call, scratch)
     return value * scale, factor * scale / t
 
 
@@ -215,7 +241,7 @@ def _dense(z: Tensor, teacher: Tensor, call: Call, scratch: Scratch, ready: Read
     logq = z if width == z.shape[1] else scratch("shared", b, width).copy_(z[:, :width])
     if ready is None:
         q, p = scratch("q", b, width), scratch("p", b, width)
-        mass_q, mass_p = _softmax(columns, (logq, q), (teacher, p))
+        mass_q, mass_p = softmax(columns, (logq, q), (teacher, p))
         ready = q, p, (mass_p, mass_q)
     q, p, masses = ready
 
@@ -223,14 +249,14 @@ def _dense(z: Tensor, teacher: Tensor, call: Call, scratch: Scratch, ready: Read
         return columns.total(*(matrix.sum(-1) for matrix in matrices))
 
     block = Block(teacher, logq, p, q, scratch("spare", b, width), total, masses)
-    value, factor = _gated(block, p.new_ones(()).expand_as(p), call)
+    value, factor = gated(block, p.new_ones(()).expand_as(p), call)
     if logq is not z:  # the ids beyond the shared ones have no part in the divergence
         z[:, :width] = logq
         z[:, width:] = 0.0
     return value, factor
 
 
-def _gated(block: Block, present: Tensor, call: Call) -> tuple[Tensor, float]:
+def gated(block: Block, present: Tensor, call: Call) -> tuple[Tensor, float]:
     """The chosen divergence, mixed with forward KL row by row when there is an entropy gate. `present` is 1 at the buckets
     that exist and count on this rank."""
     chosen = DIVERGENCES[call.divergence]
@@ -279,7 +305,7 @@ def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tens
         return columns.total(*once)
 
     block = Block(logp, logq, p, q, torch.empty_like(p), total)
-    value, factor = _gated(block, present, call)
+    value, factor = gated(block, present, call)
     grad = block.logq
     z.mul_((grad[:, -1] / _mass(rest_mass))[:, None])
     kept_grad = grad[:, :-1] if inside is None else grad[:, :-1].masked_fill(~inside, 0.0)
@@ -292,7 +318,7 @@ def _sampled(z: Tensor, target: SampledTarget, rows: slice, call: Call, scratch:
     columns, ids, shares = call.columns, target.ids[rows], target.weights[rows].to(z.dtype)
     q = scratch("q", *z.shape)
     z[:, columns.beyond(target.width) :] = -math.inf
-    (mass,) = _softmax(columns, (z, q))
+    (mass,) = softmax(columns, (z, q))
     (value,) = columns.total((shares * columns.gather(z, ids, 0.0)).sum(-1))
     value -= shares.sum(-1) * mass.log()
     where, inside = columns.local(ids)

@@ -26,6 +26,7 @@ class Columns:
     widest: int  # size of the largest slice of any rank
     start: int = 0  # first global id held here
     group: dist.ProcessGroup | None = None
+    narrowest: int = 0  # size of the smallest slice of any rank
 
     @property
     def first(self) -> bool:
@@ -47,6 +48,18 @@ class Columns:
         together = torch.stack(rows)
         dist.all_reduce(together, operation, group=self.group)
         return tuple(together)
+
+    def joined(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Matrices [n, …] of equal width on every rank, side by side."""
+        if self.group is None:
+            return rows
+        world = dist.get_world_size(self.group)
+        parts = []
+        for matrix in rows:
+            everyone = [torch.empty_like(matrix) for _ in range(world)]
+            dist.all_gather(everyone, matrix.contiguous(), group=self.group)
+            parts.append(torch.cat(everyone, -1))
+        return tuple(parts)
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Global ids as columns of this slice (any column where they are elsewhere), and which are here (None: all)."""
@@ -74,14 +87,14 @@ def shared_columns(
     """
     widths = [target.width for _, target in targets if isinstance(target, DenseTarget)]
     if group is None:
-        return Columns(size, size), tuple(targets), all(width == size for width in widths)
+        return Columns(size, size, narrowest=size), tuple(targets), all(width == size for width in widths)
     rank = dist.get_rank(group)
     everyone = torch.zeros(1 + len(widths), dist.get_world_size(group), dtype=torch.int64, device=device)
     everyone[:, rank] = torch.tensor([size, *widths])
     dist.all_reduce(everyone, group=group)
     sizes, *widths_of = everyone.tolist()
     starts = [0, *accumulate(sizes)]
-    columns = Columns(size, max(sizes), starts[rank], group)
+    columns = Columns(size, max(sizes), starts[rank], group, min(sizes))
     cut, same_ids = [], True
     for share, target in targets:
         if isinstance(target, DenseTarget):

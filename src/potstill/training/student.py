@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from potstill.losses import DenseTarget, compare_rows, fused_linear_kd
 from potstill.models import LanguageModel
-from potstill.types import Batch, Target
+from potstill.types import Batch, CrossTarget, SampledTarget, Target, TopKTarget
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,16 @@ class StudentLoss(nn.Module):
         sums[0], sums[1], sums[2] = out.loss.detach(), out.kd.sum(), out.ce.sum()
         if stat_rows and len(batch.rows):
             teacher = targets[0][1] if targets else None
-            if knobs.temperature != 1.0 and not isinstance(teacher, DenseTarget):
-                teacher = None  # a truncated one is at the loss's temperature, and the log is at T = 1
+            if isinstance(teacher, CrossTarget) or (knobs.temperature != 1.0 and not isinstance(teacher, DenseTarget)):
+                teacher = None  # it has other tokens, or is truncated at the loss's temperature: the log is at T = 1
             sums[3:] = _sampled_stats(head, batch.rows.labels, teacher, stat_rows)
         return out.loss, sums
 
 
 @torch.no_grad()
-def _sampled_stats(head: DenseTarget, labels: Tensor, teacher: Target | None, rows: int) -> Tensor:
+def _sampled_stats(
+    head: DenseTarget, labels: Tensor, teacher: DenseTarget | TopKTarget | SampledTarget | None, rows: int
+) -> Tensor:
     """Sums over a sample of the rows, evenly spread: number of rows, KL to the first teacher at T = 1, both entropies, top-1
     agreement. NaN: not known."""
     chosen = torch.arange(0, labels.shape[0], max(1, labels.shape[0] // rows), device=labels.device)[:rows]
