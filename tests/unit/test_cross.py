@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_cross import naive_loss, random_case, truncated
 
 from potstill.losses import DIVERGENCES, fused_linear_kd
-from tiny_cross import naive_loss, random_case, truncated
 
 METHODS = ("shared", "projection", "chunk", "uld")
 

@@ -216,8 +216,8 @@ def _divergence(
     """Scaled divergence of the rows. `z` becomes its gradient up to the factor that is given back. With `ready`, `z` and
     `teacher` have been through `softmax` already."""
     t = call.temperature
-    known = isinstance(target, Target)
-    scale = temperature_scale(call.divergence if known else target.scaled_as(call.divergence), t)
+    name = call.divergence if isinstance(target, Target) else target.scaled_as(call.divergence)
+    scale = temperature_scale(name, t)
     if t != 1.0:
         z.div_(t)
         if teacher is not None:
