@@ -514,6 +514,8 @@ def test_stretches_where_nothing_or_everything_repeats():
     upper = letters(100_000, seed=3).upper()
     spaces = sum(upper.count(byte) for byte in b" \n")
     assert check_stretches(upper, upper.lower()) == spaces
+    prose = letters(100_000, seed=4)
+    assert check_stretches(prose.replace(b" ", b"   "), prose) > 0.999 * len(prose), "one side is longer throughout"
     lines = b"the same line again\n" * 5_000
     assert check_stretches(lines, lines.replace(b"same", b"SAME")) == len(lines) - 4 * 5_000
 

@@ -79,18 +79,20 @@ def _window(text_a: str, text_b: str, i: int, j: int) -> list[Stretch]:
     """The equal blocks from (i, j) on, as far as they are settled."""
     from rapidfuzz.distance import Levenshtein  # two tokenizers that keep the text never come here
 
+    # Where one side says the same in fewer atoms throughout (runs of spaces as one), equal windows would drift apart.
+    ratio = min(max((len(text_b) - j) / (len(text_a) - i), 0.5), 2.0)
     width = SMALLEST
     while True:
-        part_a, part_b = text_a[i : i + width], text_b[j : j + width]
-        matched = Levenshtein.editops(part_a, part_b).as_matching_blocks()
+        wide_a, wide_b = int(width / max(ratio, 1.0)), int(width * min(ratio, 1.0))
+        matched = Levenshtein.editops(text_a[i : i + wide_a], text_b[j : j + wide_b]).as_matching_blocks()
         blocks = [(i + m.a, j + m.b, m.size) for m in matched if m.size]
-        if i + width >= len(text_a) and j + width >= len(text_b):
+        if i + wide_a >= len(text_a) and j + wide_b >= len(text_b):
             return blocks
         long = [at for at, block in enumerate(blocks) if block[2] >= RUN]
         if long:
             return blocks[: long[-1] + 1]
         if width >= LARGEST:  # beyond the half, what the window does not show may decide
-            return [block for block in blocks if block[0] - i < width // 2 and block[1] - j < width // 2]
+            return [block for block in blocks if block[0] - i < wide_a // 2 and block[1] - j < wide_b // 2]
         width *= 2
 
 
