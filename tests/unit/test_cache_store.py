@@ -1,0 +1,645 @@
+"""The cache on disk: found by key whatever the keys, and each kind of damage told from every other, with nothing else lost."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from potstill.files import MANIFEST, UNFINISHED
+from potstill.teachers import store
+from potstill.teachers.codec import Format, encode, read_chosen, to_bytes
+from potstill.teachers.inspect import verify
+from potstill.teachers.store import Cache, Writer, adopt, create, open_shard, read_manifest, shard_names, signal_keys
+from potstill.types import PotstillError
+
+FORM = Format("chosen", 500)
+IDENTITY = {
+    "kind": "chosen",
+    "signal": signal_keys(FORM),
+    "teacher": {"model": "some-teacher", "weights": "abc", "dtype": "float32"},
+    "tokenizer": "def",
+    "chat": {"template": None, "kwargs": {}},
+    "piece_bytes": 4096,
+}
+
+
+def key_of(number: int) -> str:
+    return hashlib.sha256(str(number).encode()).hexdigest()[:32]
+
+
+def document(number: int) -> tuple[int, bytes]:
+    """A document that tells which one it is: −chosen of its tokens is its number / 64."""
+    tokens = 2 + number % 5
+    predicted = np.arange(tokens) > 0
+    signal = {"chosen": np.full(tokens - 1, -number / 64)}
+    ids = np.arange(tokens) + number % 400
+    return tokens, to_bytes(FORM, ids, np.arange(tokens), predicted, encode(FORM, signal))
+
+
+def number_of(read) -> int:
+    assert read is not None
+    values = read_chosen([(read, np.arange(len(read.tokens) - 1))])
+    assert (values == values[0]).all()
+    return round(-values[0] * 64)
+
+
+def fill(folder: Path) -> None:
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+
+
+def new_cache(folder: Path) -> Path:
+    create(folder, IDENTITY, fill)
+    return folder
+
+
+def write(folder: Path, numbers, key=key_of) -> str:
+    """One more shard; its name."""
+    before = set(shard_names(folder))
+    writer = Writer(folder)
+    for number in numbers:
+        writer.add(key(number), *document(number))
+    writer.flush()
+    (name,) = set(shard_names(folder)) - before
+    return name
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return new_cache(tmp_path / "cache")
+
+
+@pytest.fixture
+def three(folder: Path) -> tuple[Path, list[str]]:
+    """Ten documents in each of three shards."""
+    return folder, [write(folder, range(begin, begin + 10)) for begin in (0, 10, 20)]
+
+
+def readable(folder: Path, numbers=range(30)) -> set[int]:
+    found = dict(zip(numbers, Cache(folder).documents([key_of(n) for n in numbers]), strict=True))
+    assert all(number_of(read) == n for n, read in found.items() if read is not None)
+    return {n for n, read in found.items() if read is not None}
+
+
+# Found by key
+
+
+def test_every_document_is_found_among_thousands_and_no_other(folder):
+    for begin in range(0, 4000, 500):
+        write(folder, range(begin, begin + 500))
+    cache = Cache(folder)
+    assert len(cache) == 4000
+    order = np.random.default_rng(0).permutation(8000)
+    found = cache.documents([key_of(int(n)) for n in order])
+    for number, read in zip(order, found, strict=True):
+        assert (read is None) == (number >= 4000)
+        if read is not None:
+            assert number_of(read) == number
+    assert (cache.find([key_of(n) for n in range(4000, 8000)]) == -1).all()
+    assert cache.tokens == sum(2 + n % 5 for n in range(4000))
+    assert cache.find([]).shape == (0,)
+
+
+def test_keys_that_share_their_first_64_bits(folder):
+    """And those that are the smallest and the largest of all."""
+    begin = "00" * 8, "ff" * 8, "8000000000000001"
+    keys = [f"{b}{n:016x}" for b in begin for n in (0, 1, 5, 2**64 - 1)]
+    write(folder, range(0, 12, 2), key=keys.__getitem__)
+    write(folder, range(1, 12, 2), key=keys.__getitem__)
+    cache = Cache(folder)
+    assert [number_of(read) for read in cache.documents(keys)] == list(range(12))
+    absent = [f"{b}{n:016x}" for b in (*begin, "8000000000000000") for n in (2, 7, 2**63)]
+    assert (cache.find(absent) == -1).all()
+    together = cache.find([absent[0], keys[3], absent[5], keys[3], keys[8]])
+    assert [at >= 0 for at in together] == [False, True, False, True, True] and together[1] == together[3]
+
+
+def test_an_empty_cache_has_nothing(folder):
+    cache = Cache(folder)
+    assert len(cache) == 0 and cache.documents([key_of(1)]) == [None] and cache.find([key_of(1)]).tolist() == [-1]
+
+
+def test_a_million_documents_open_without_an_object_for_each(folder):
+    """Counted, not timed: what Python allocates does not grow with the documents."""
+    writer = Writer(folder)
+    tokens, data = document(3)
+    keys = np.random.default_rng(0).integers(0, 256, (1_000_000, 16), dtype=np.uint8)
+    shard = {
+        "keys": keys,
+        "tokens": np.full(len(keys), tokens, dtype=np.int32),
+        "offsets": np.arange(len(keys) + 1, dtype=np.int64) * len(data),
+        "checksums": np.zeros(len(keys), dtype=np.uint32),
+        "data": np.tile(np.frombuffer(data, dtype=np.uint8), len(keys)),
+    }
+    chosen = [0, 12_345, 999_999]
+    for at in chosen:
+        shard["checksums"][at] = store.checksum(bytes(keys[at]), tokens, data)
+    content = safetensors.numpy.save(shard)
+    name = f"shard-{len(content)}-{0:08x}.safetensors"
+    (folder / name).write_bytes(content)
+    del shard, content, writer
+
+    def opened(where: Path) -> tuple[Cache, int]:
+        gc.collect()
+        before = sys.getallocatedblocks()
+        cache = Cache(where)
+        return cache, sys.getallocatedblocks() - before
+
+    small = new_cache(folder.parent / "small")
+    write(small, range(5))
+    opened(small)  # what is made once and kept, by json and numpy
+    _, few = opened(small)
+    cache, many = opened(folder)
+    assert len(cache) == 1_000_000
+    assert many < few + 500
+    for at in chosen:
+        assert number_of(cache.documents([bytes(keys[at]).hex()])[0]) == 3
+
+
+def test_more_shards_than_files_a_process_may_have_open(folder):
+    """Shards are mapped, not held open: a cache filled over days has thousands of them."""
+    for number in range(60):
+        write(folder, [number])
+    before = len(os.listdir("/proc/self/fd"))
+    cache = Cache(folder)
+    assert len(cache.shards) == 60
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    assert all(number_of(read) == n for n, read in enumerate(cache.documents([key_of(n) for n in range(60)])))
+
+
+# Written
+
+
+def test_the_manifest_counts_and_lists_what_is_there(three):
+    folder, names = three
+    manifest = read_manifest(folder)
+    assert manifest["documents"] == 30 and manifest["tokens"] == sum(2 + n % 5 for n in range(30))
+    assert list(manifest["shards"]) == names
+    for name, entry in manifest["shards"].items():
+        assert entry["bytes"] == (folder / name).stat().st_size and entry["documents"] == 10
+        assert name == f"shard-{entry['bytes']}-{entry['crc32']}.safetensors"
+    assert manifest["bytes"] == sum((folder / name).stat().st_size for name in names)
+    assert {k: manifest[k] for k in IDENTITY} == IDENTITY
+    assert manifest["files"].keys() == {"tokenizer/tokenizer.json"}
+    assert (manifest["format"], manifest["version"]) == ("potstill cache", 1)
+
+
+def test_a_shard_is_plain_safetensors(three):
+    """Readable with nothing but the specification."""
+    folder, names = three
+    tensors = safetensors.numpy.load_file(folder / names[1])
+    assert {k: (v.dtype.str, v.shape[1:]) for k, v in tensors.items()} == {
+        "keys": ("|u1", (16,)),
+        "tokens": ("<i4", ()),
+        "offsets": ("<i8", ()),
+        "checksums": ("<u4", ()),
+        "data": ("|u1", ()),
+    }
+    for i, key in enumerate(tensors["keys"]):
+        data = tensors["data"][tensors["offsets"][i] : tensors["offsets"][i + 1]].tobytes()
+        number = next(n for n in range(10, 20) if key_of(n) == bytes(key).hex())
+        assert (int(tensors["tokens"][i]), data) == document(number)
+
+
+def test_nothing_waits_after_a_flush_and_an_empty_one_writes_nothing(folder):
+    writer = Writer(folder)
+    assert writer.flush() == 0 and not shard_names(folder)
+    writer.add(key_of(1), *document(1))
+    assert writer.size == len(document(1)[1])
+    assert writer.flush() == (folder / shard_names(folder)[0]).stat().st_size
+    assert not writer.waiting and writer.size == 0 and writer.flush() == 0
+
+
+def test_what_is_added_later_is_seen_on_refresh(three):
+    folder, _ = three
+    cache = Cache(folder)
+    name = write(folder, range(30, 35))
+    assert cache.documents([key_of(30)]) == [None]
+    cache.refresh()
+    assert len(cache) == 35 and number_of(cache.documents([key_of(33)])[0]) == 33
+    assert cache.shards[-1].name == name  # those that were open stay where they are
+
+
+def test_an_index_that_is_refreshed_between_finding_and_reading(three, monkeypatch):
+    """By another thread: the places that were found are of the index they were found in."""
+    folder, _ = three
+    cache = Cache(folder)
+    write(folder, range(30, 60))
+    find = Cache._find
+
+    def meanwhile(index, keys):
+        found = find(index, keys)
+        cache.refresh()
+        return found
+
+    monkeypatch.setattr(Cache, "_find", staticmethod(meanwhile))
+    assert [number_of(read) for read in cache.documents([key_of(n) for n in range(30)])] == list(range(30))
+
+
+def test_a_shard_listed_while_another_process_looks_is_not_lost(three, monkeypatch):
+    """A shard is there before it is listed. To look for files first and into the list then would miss it."""
+    folder, _ = three
+    cache = Cache(folder)
+    listing, reading = store.shard_names, store.read_manifest
+    wrote = []
+
+    def after(function):
+        def call(where):
+            found = function(where)
+            if not wrote:
+                wrote.append(True)
+                monkeypatch.undo()
+                write(folder, range(30, 40))
+            return found
+
+        return call
+
+    for name, function in (("shard_names", listing), ("read_manifest", reading)):
+        monkeypatch.setattr(store, name, after(function))
+    cache.refresh()
+    cache.refresh()
+    assert wrote and len(cache) == 40
+
+
+def fill_with(folder: Path, numbers: list[int], ready, go) -> None:
+    writer = Writer(folder)
+    for number in numbers:
+        writer.add(key_of(number), *document(number))
+    ready.release()
+    go.wait()
+    writer.flush()
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same documents", "others"])
+def test_processes_that_write_at_once(folder, same):
+    """The same documents make a shard of the same name: neither may disturb the other's."""
+    context = multiprocessing.get_context("fork")
+    ready, go = context.Semaphore(0), context.Event()
+    numbers = [list(range(800)) if same else list(range(n * 200, n * 200 + 200)) for n in range(4)]
+    processes = [context.Process(target=fill_with, args=(folder, some, ready, go)) for some in numbers]
+    for process in processes:
+        process.start()
+    for _ in processes:
+        ready.acquire()
+    go.set()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len(shard_names(folder)) == (1 if same else 4)
+    assert readable(folder, range(800)) == set(range(800))
+    assert read_manifest(folder)["documents"] == 800
+    assert not list(folder.glob(f"{UNFINISHED}*"))
+    assert verify(folder).damage == []
+
+
+def test_documents_that_were_written_twice(three):
+    folder, _ = three
+    write(folder, range(5, 15))
+    assert readable(folder) == set(range(30))
+    report = verify(folder)
+    assert report.damage == [] and report.numbers["written_twice"] == 10 and report.numbers["documents"] == 40
+
+
+# Damage
+
+
+def place(path: Path, array: str) -> range:
+    """Where the bytes of an array are in a shard's file."""
+    content = path.read_bytes()
+    (length,) = np.frombuffer(content[:8], dtype="<u8").tolist()
+    begin, end = json.loads(content[8 : 8 + length])[array]["data_offsets"]
+    return range(8 + length + begin, 8 + length + end)
+
+
+def damage(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0x10
+    path.write_bytes(content)
+
+
+def refused(call) -> str:
+    with pytest.raises(PotstillError) as caught:
+        call()
+    return str(caught.value)
+
+
+def heal(folder: Path, name: str, numbers) -> None:
+    """What the message says: remove the file, and build again (here: its second half, writing what is missing)."""
+    (folder / name).unlink(missing_ok=True)
+    lost, names = adopt(folder)
+    assert (lost, names) == (10, [name])
+    assert readable(folder) == set(range(30)) - set(numbers)
+    write(folder, numbers)
+    assert readable(folder) == set(range(30)) and verify(folder).damage == []
+
+
+def test_a_truncated_shard(three):
+    folder, names = three
+    path = folder / names[1]
+    size = path.stat().st_size
+    os.truncate(path, size - 7)
+    for call in (lambda: Cache(folder), lambda: adopt(folder), lambda: verify(folder)):
+        message = refused(call)
+        assert message.startswith(
+            f"the cache {folder} is damaged: in {names[1]}, {size - 7:,} bytes are left of {size:,}."
+        )
+        assert "Remove that file and run `potstill cache build` again" in message
+    heal(folder, names[1], range(10, 20))
+
+
+def test_a_flipped_byte_in_the_data_of_one_document(three):
+    folder, names = three
+    shard = open_shard(folder, names[1])
+    hit = next(n for n in range(10, 20) if key_of(n) == bytes(shard.keys[4]).hex())
+    damage(folder / names[1], place(folder / names[1], "data")[int(shard.offsets[4]) + 3])
+    cache = Cache(folder)
+    message = refused(lambda: cache.documents([key_of(hit)]))
+    assert f"in {names[1]}, document {key_of(hit)} is not what was written" in message
+    for number in set(range(30)) - {hit}:
+        assert number_of(cache.documents([key_of(number)])[0]) == number
+    assert verify(folder).damage == [
+        f"{names[1]}: its checksum is not the one in its name",
+        f"{names[1]}: document {key_of(hit)} is not what was written",
+    ]
+    heal(folder, names[1], range(10, 20))
+
+
+def test_a_flipped_byte_anywhere_in_a_shard_is_never_taken_for_what_was_written(three):
+    """Every third byte of the file in turn: an error at once, or when a document is read, or the document is found no more;
+    where none of that happens, all documents are what they were. Never another kind of error, never a wrong document."""
+    folder, names = three
+    path = folder / names[1]
+    whole = path.read_bytes()
+    outcomes = {"header": 0, "document": 0, "missing": 0, "nothing": 0}
+    tried = range(0, len(whole), 3)
+    for at in tried:
+        damage(path, at)
+        assert not store.whole(folder, names[1])
+        try:
+            cache = Cache(folder)
+        except PotstillError as error:
+            assert "is damaged" in str(error)
+            outcomes["header"] += 1
+        else:
+            seen = "nothing"
+            for number in range(10, 20):
+                try:
+                    (found,) = cache.documents([key_of(number)])
+                except PotstillError as error:
+                    assert f"{key_of(number)} is not what was written" in str(error)
+                    seen = "document"
+                else:
+                    if found is None:
+                        seen = "missing"
+                    else:
+                        assert number_of(found) == number
+                        assert found.tokens.tolist() == [number % 400 + i for i in range(2 + number % 5)]
+            outcomes[seen] += 1
+        path.write_bytes(whole)
+    hits = {
+        name: len(set(place(path, name)) & set(tried)) for name in ("keys", "tokens", "offsets", "checksums", "data")
+    }
+    assert outcomes["missing"] == hits["keys"] > 50
+    others = hits["tokens"] + hits["offsets"] + hits["checksums"] + hits["data"]
+    assert 100 < others - 4 <= outcomes["document"] <= others  # the last offset may as well lie beyond the end
+    assert outcomes["header"] > 30
+    assert outcomes["nothing"] < 50  # spaces and the free words of the header
+    assert verify(folder).damage == []
+
+
+def test_a_flipped_byte_in_the_index_is_reported_by_verify(three):
+    folder, names = three
+    path = folder / names[1]
+    whole = path.read_bytes()
+    for array in ("keys", "tokens", "offsets", "checksums"):
+        damage(path, place(path, array)[1])
+        found = verify(folder).damage
+        assert found[0] == f"{names[1]}: its checksum is not the one in its name"
+        assert len(found) >= 2, array
+        path.write_bytes(whole)
+
+
+def test_a_shard_that_is_gone(three):
+    folder, names = three
+    (folder / names[2]).unlink()
+    message = refused(lambda: Cache(folder))
+    assert message == (
+        f"the cache {folder} lacks 1 of its shards ({names[2]}; 10 documents): put them back, or run `potstill cache build` "
+        "again, which computes what they held anew"
+    )
+    assert refused(lambda: verify(folder)) == message
+    heal(folder, names[2], range(20, 30))
+
+
+def test_a_shard_that_was_not_listed_before_the_writer_was_killed(three):
+    """Training sees it at once; a build lists it."""
+    folder, names = three
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["shards"][names[0]]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert readable(folder) == set(range(30))
+    assert adopt(folder) == (0, [])
+    listed = read_manifest(folder)
+    assert set(listed["shards"]) == set(names) and listed["documents"] == 30
+    assert adopt(folder) == (0, [])
+
+
+def test_a_damaged_shard_is_not_taken_up(three):
+    folder, names = three
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["shards"][names[0]]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    damage(folder / names[0], -1)
+    message = refused(lambda: adopt(folder))
+    assert f"in {names[0]}, the checksum in its name is not its own" in message
+    (folder / names[0]).unlink()
+    assert adopt(folder) == (0, []) and readable(folder) == set(range(10, 30))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is not the manifest of a potstill cache"),
+        ('{"files": {}}', "is not the manifest of a potstill cache"),
+        (
+            '{"format": "potstill cache", "version": 2, "kind": "top_k"}',
+            "version 2, kind top_k, which this potstill cannot",
+        ),
+        ('{"format": "potstill cache", "version": 1, "kind": "all"}', "kind all, which this potstill cannot read"),
+        (
+            '{"format": "potstill cache", "version": 1, "kind": "top_k"}',
+            "lacks signal, teacher, tokenizer, chat, piece_bytes",
+        ),
+    ],
+)
+def test_a_manifest_of_something_else(three, content, says):
+    folder, _ = three
+    (folder / MANIFEST).write_text(content)
+    for call in (lambda: Cache(folder), lambda: adopt(folder), lambda: new_cache(folder), lambda: verify(folder)):
+        message = refused(call)
+        assert says in message and str(folder) in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("signal", {"vocabulary": 500}),
+        ("signal", {**signal_keys(FORM), "bits": 7}),
+        ("teacher", "some-teacher"),
+        ("teacher", {}),
+        ("chat", {}),
+        ("shards", ["shard-1-00000000.safetensors"]),
+        ("shards", {"shard-1-00000000.safetensors": {}}),
+    ],
+)
+def test_a_manifest_with_parts_of_another_shape(three, key, value):
+    folder, _ = three
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**manifest, key: value}))
+    assert f"{folder / MANIFEST} is not what potstill wrote" in refused(lambda: Cache(folder))
+
+
+def test_a_folder_that_is_no_cache(tmp_path):
+    message = refused(lambda: Cache(tmp_path))
+    assert message == f"{tmp_path} is not a cache: it has no manifest.json. `potstill cache build` makes one"
+    (tmp_path / "thesis.txt").write_text("precious")
+    assert "is not a cache and not empty (there: thesis.txt): choose another folder" in refused(
+        lambda: new_cache(tmp_path)
+    )
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("teacher", {"model": "x", "weights": "other", "dtype": "float32"}, 'another teacher ({"weights": "abc"'),
+        ("teacher", {"model": "x", "weights": "abc", "dtype": "bfloat16"}, '"dtype": "float32"}; now'),
+        ("kind", "top_k", 'another kind ("chosen"; now "top_k")'),
+        ("signal", signal_keys(replace(FORM, vocabulary=501)), "another signal ("),
+        ("tokenizer", "other", 'another tokenizer ("def"; now "other")'),
+        ("chat", {"template": "x", "kwargs": {}}, "another chat ("),
+        ("piece_bytes", 10, "another piece bytes (4096; now 10): choose another folder"),
+    ],
+)
+def test_a_cache_of_another_teacher_or_text_is_not_added_to(three, key, value, says):
+    folder, _ = three
+    before = (folder / MANIFEST).read_text()
+    message = refused(lambda: create(folder, {**IDENTITY, key: value}, fill))
+    assert f"{folder} is a cache with " in message and says in message
+    assert (folder / MANIFEST).read_text() == before
+
+
+def test_the_same_teacher_under_another_name_is_the_same(three):
+    folder, _ = three
+    create(folder, {**IDENTITY, "teacher": {**IDENTITY["teacher"], "model": "moved/elsewhere"}}, fill)
+    assert read_manifest(folder)["teacher"]["model"] == "some-teacher"
+
+
+def test_a_creation_that_was_killed_half_way(tmp_path):
+    """The folder has files and no manifest, as if it were somebody's: it is known to be ours, and begun again."""
+
+    def killed(folder: Path) -> None:
+        fill(folder)
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "cache"
+    with pytest.raises(KeyboardInterrupt):
+        create(folder, IDENTITY, killed)
+    assert (folder / "tokenizer").exists() and not (folder / MANIFEST).exists()
+    new_cache(folder)
+    write(folder, range(3))
+    assert readable(folder) == {0, 1, 2} and verify(folder).damage == []
+    assert not list(folder.glob(f"{UNFINISHED}*"))
+
+
+def test_a_file_beside_the_shards_that_changed(three):
+    folder, _ = three
+    (folder / "tokenizer" / "tokenizer.json").write_text('{"a": 1}')
+    assert verify(folder).damage == ["tokenizer/tokenizer.json is not what was written"]
+    (folder / "tokenizer" / "tokenizer.json").unlink()
+    assert verify(folder).damage == ["tokenizer/tokenizer.json is missing"]
+
+
+def test_a_document_with_an_id_beyond_the_vocabulary(folder):
+    writer = Writer(folder)
+    predicted = np.array([False, True])
+    data = to_bytes(FORM, np.array([1, 505]), np.array([1, 2]), predicted, encode(FORM, {"chosen": np.array([-1.0])}))
+    writer.add(key_of(0), 2, data)
+    writer.flush()
+    assert [line.split(": ")[1] for line in verify(folder).damage] == [
+        f"document {key_of(0)} has an id beyond the vocabulary"
+    ]
+
+
+def test_a_shard_that_may_not_be_read(three):
+    folder, names = three
+    (folder / names[0]).unlink()
+    os.mkdir(folder / names[0])  # root may read anything but a folder
+    assert names[0] in refused(lambda: Cache(folder))
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    line = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    mounted = subprocess.run(line, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_loses_nothing_that_was_written(small_disk):
+    folder = new_cache(small_disk / "cache")
+    write(folder, range(30))
+    free = os.statvfs(small_disk)
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * (free.f_bavail * free.f_frsize - 20_000))
+    writer = Writer(folder)
+    for number in range(30, 1500):
+        writer.add(key_of(number), *document(number))
+    message = refused(writer.flush)
+    assert message.startswith(f"could not write {folder}/shard-") and "No space left on device" in message
+    assert readable(folder) == set(range(30)) and verify(folder).damage == []
+    assert not list(folder.glob(f"{UNFINISHED}*"))
+    filler.unlink()
+    writer.flush()  # it still has what it could not write
+    assert readable(folder, range(1500)) == set(range(1500)) and verify(folder).damage == []
+
+
+def test_a_disk_that_is_full_before_there_is_a_cache(small_disk):
+    """The libraries that write beside the shards do not say that the disk is full; potstill does."""
+    free = os.statvfs(small_disk)
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * (free.f_bavail * free.f_frsize - 12_000))
+
+    def library(folder: Path) -> None:
+        raise Exception("I/O error of a kind of its own")
+
+    message = refused(lambda: create(small_disk / "cache", IDENTITY, library))
+    assert message == (
+        f"could not write {small_disk}/cache: No space left on device; what was there before is untouched"
+    )
+    filler.unlink()
+    write(new_cache(small_disk / "cache"), range(3))
+    assert readable(small_disk / "cache") == {0, 1, 2}
+    with pytest.raises(Exception, match="of a kind of its own"):  # with room on the disk it is something else
+        create(small_disk / "another", IDENTITY, library)
