@@ -106,6 +106,23 @@ class StoreConfig(Section):
     seed: int = Field(0, description="sampled: seed of the draws")
 
 
+class AcrossConfig(Section):
+    """How to learn from a teacher with another tokenizer; unused when it is the student's. docs/two-tokenizers.md."""
+
+    method: Literal["shared", "projection", "chunk", "uld"] = Field(
+        "shared",
+        description="what is compared where both tokenizers have cut the same bytes: ids that mean the same; the student's ids "
+        "sent to the teacher's; only how likely the bytes are; sorted probabilities",
+    )
+    decay: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0,
+        description="projection: an id without a partner goes to the teacher's pieces of it, each with this share of the last",
+    )
+    chunk_temperature: Annotated[float, Field(gt=0)] = Field(
+        4.0, description="chunk: likelihoods are raised to one over this"
+    )
+
+
 class TeacherConfig(Section):
     """A model to learn from, its signal on disk, or both. Its tokenizer must be the student's."""
 
@@ -121,6 +138,7 @@ class TeacherConfig(Section):
         "error", description="with `cache` alone: what to do with a document that is not in it; skip counts and reports"
     )
     store: StoreConfig = StoreConfig()
+    across: AcrossConfig = AcrossConfig()
     revision: str | None = Field(None, description="hub revision")
     weight: Annotated[float, Field(gt=0)] = Field(1.0, description="weight of this teacher's loss among several")
     dtype: Dtype | Literal["auto"] = Field(

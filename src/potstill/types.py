@@ -142,6 +142,9 @@ class Chunks:
     first_host: npt.NDArray[np.int64]  # the same as `first` and `inner`: which rows are where is asked on the host
     inner_host: npt.NDArray[np.int64]
 
+    def to(self, device: torch.device) -> Chunks:
+        return _moved(self, device)
+
 
 @dataclass(frozen=True)
 class Relation:

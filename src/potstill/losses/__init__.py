@@ -1,13 +1,14 @@
 """Losses over rows. A loss never sees a mask, a pad id or a label of -100."""
 
-from potstill.losses.compare import RowStats, compare_rows
+from potstill.losses.compare import RowStats, compare_rows, label_logprobs
 from potstill.losses.divergences import DIVERGENCES
 from potstill.losses.fused import FusedLoss, fused_linear_kd
 from potstill.losses.kd import KDLoss
-from potstill.types import DenseTarget, SampledTarget, TopKTarget
+from potstill.types import CrossTarget, DenseTarget, SampledTarget, TopKTarget
 
 __all__ = [
     "DIVERGENCES",
+    "CrossTarget",
     "DenseTarget",
     "FusedLoss",
     "KDLoss",
@@ -16,4 +17,5 @@ __all__ = [
     "TopKTarget",
     "compare_rows",
     "fused_linear_kd",
+    "label_logprobs",
 ]

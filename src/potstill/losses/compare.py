@@ -76,3 +76,15 @@ def _against(teacher: Target, rows: slice, logits: Tensor) -> tuple[Tensor | Non
         logp = log_probs(target_logits(teacher, rows))
         top = logp.argmax(-1)
     return -(logp.exp() * logp).sum(-1), (logp.exp() * (logp - logq)).sum(-1), (top == best).float()
+
+
+@torch.no_grad()
+def label_logprobs(target: DenseTarget, labels: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities [N] of given ids at a dense target's N rows, in chunks."""
+    chunk = max(16, CHUNK_BYTES // (4 * target.width))
+    parts = [torch.zeros(0, device=labels.device)]
+    for start in range(0, labels.shape[0], chunk):
+        rows = slice(start, start + chunk)
+        logp = log_probs(target_logits(target, rows).div_(temperature))
+        parts.append(logp.gather(-1, labels[rows, None]).squeeze(-1))
+    return torch.cat(parts)

@@ -3,12 +3,13 @@
 from potstill.models.language_model import LanguageModel, hidden_states
 from potstill.models.libraries import quiet
 from potstill.models.loading import check_fit, keep_layers, load_student, load_teacher
-from potstill.models.tokenizer import check_rows, load_tokenizer, same_tokenizer, shared_ids
+from potstill.models.tokenizer import check_rows, difference, load_tokenizer, same_tokenizer, shared_ids
 
 __all__ = [
     "LanguageModel",
     "check_fit",
     "check_rows",
+    "difference",
     "hidden_states",
     "keep_layers",
     "load_student",

@@ -118,7 +118,15 @@ def check_rows(who: str, language_model: LanguageModel, width: int, where: str) 
 
 
 def same_tokenizer(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, where: str) -> int:
-    """How many ids both give the same meaning; an error when they are not the same tokenizer.
+    """How many ids both give the same meaning; an error when they are not the same tokenizer."""
+    reason = difference(student, teacher)
+    if reason is not None:
+        raise PotstillError(f"{where}: {reason}")
+    return min(len(student), len(teacher))
+
+
+def difference(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast) -> str | None:
+    """Why two tokenizers are not the same, or None.
 
     Compared by content: the same text must give the same ids, and each id must stand for the same token. Extra ids at the
     end of the teacher's (added tokens, padding of the matrices) are left out of the divergence; the teacher could not read
@@ -128,27 +136,22 @@ def same_tokenizer(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenize
     width = min(len(student), len(teacher))
     for index, (a, b) in enumerate(zip(mine(range(width)), other(range(width)), strict=True)):
         if a != b:
-            raise PotstillError(
-                f"{where}: the teacher's tokenizer is not the student's: id {index} is {b!r} there and {a!r} here "
-                "(potstill trains from a teacher with the student's tokenizer only, so far)"
-            )
+            return f"the teacher's tokenizer is not the student's: id {index} is {b!r} there and {a!r} here"
     differing = [part for part in ours if ours[part] != theirs[part]]
     if differing:
-        raise PotstillError(
-            f"{where}: the teacher's tokenizer has the student's tokens but cuts text differently ({', '.join(differing)})"
-        )
+        return f"the teacher's tokenizer has the student's tokens but cuts text differently ({', '.join(differing)})"
     if len(student) > width:
-        raise PotstillError(
-            f"{where}: the student's tokenizer has {mine(width)!r} (id {width}), which the teacher's has not, so the teacher "
-            "could not read it: take the teacher's tokenizer for the student (student.tokenizer)"
+        return (
+            f"the student's tokenizer has {mine(width)!r} (id {width}), which the teacher's has not, so the teacher could not "
+            "read it: take the teacher's tokenizer for the student (student.tokenizer)"
         )
     framed, expected = mine(student(WORDS[0]).input_ids), other(teacher(WORDS[0]).input_ids)
     if framed != expected:
-        raise PotstillError(
-            f"{where}: the student's tokenizer makes {framed} of {WORDS[0]!r} and the teacher's {expected}, so the teacher "
-            "would read text unlike what it was trained on: take the teacher's tokenizer for the student (student.tokenizer)"
+        return (
+            f"the student's tokenizer makes {framed} of {WORDS[0]!r} and the teacher's {expected}, so the teacher would read "
+            "text unlike what it was trained on: take the teacher's tokenizer for the student (student.tokenizer)"
         )
-    return width
+    return None
 
 
 def _content(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

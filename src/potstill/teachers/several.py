@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from potstill.config import DataConfig, LossConfig, TeacherConfig
+from potstill.config import DataConfig, LossConfig, Schedule, TeacherConfig
 from potstill.data import Window, without
 from potstill.files import MANIFEST
-from potstill.models import LanguageModel, load_teacher, shared_ids
+from potstill.models import LanguageModel, difference, load_teacher, shared_ids
+from potstill.teachers.aligned import AlignedTeacher, Pairing
 from potstill.teachers.build import Scribe, format_of
 from potstill.teachers.cached import CachedTeacher, check_cache, check_loss
 from potstill.teachers.live import LiveTeacher
-from potstill.teachers.reading import as_cached
+from potstill.teachers.reading import as_cached, chat_kwargs
 from potstill.teachers.store import Cache, read_manifest
 from potstill.types import PotstillError, Teacher
 
@@ -44,8 +45,14 @@ def open_teachers(
     live = []
     for index, config in enumerate(configs):
         where = f"teachers[{index}]"
-        model = open_live(config, student, device, where) if config.model is not None else None
-        if model is not None:
+        model = None
+        if config.model is not None:
+            language_model = load_teacher(config, device, where)
+            if config.cache is None and difference(student.tokenizer, language_model.tokenizer) is not None:
+                teachers.append(_open_aligned(config, language_model, student, data, loss, where))
+                continue
+            width = shared_ids(student, language_model, where)
+            model = LiveTeacher(language_model, width, config.name, config.weight)
             live.append(model)
         if config.cache is None:
             assert model is not None
@@ -53,6 +60,36 @@ def open_teachers(
         else:
             teachers.append(_open_cached(config, model, student, data, loss, f"{where}.cache"))
     return Faculty(teachers, live)
+
+
+def _open_aligned(
+    config: TeacherConfig,
+    language_model: LanguageModel,
+    student: LanguageModel,
+    data: DataConfig,
+    loss: LossConfig,
+    where: str,
+) -> AlignedTeacher:
+    temperature = fixed_temperature(loss)
+    if temperature is None or (config.across.method == "chunk" and temperature != 1.0):
+        what = "moves over the run" if temperature is None else f"is {temperature:g}"
+        why = (
+            "the likelihood of a chunk of tokens is at one temperature"
+            if temperature is None
+            else "the method chunk compares likelihoods of text, which are at 1"
+        )
+        raise PotstillError(f"{where}: the teacher has another tokenizer and loss.temperature {what}; {why}")
+    pairing = Pairing(student.tokenizer, language_model.tokenizer, config.across)
+    kwargs = chat_kwargs(data)
+    return AlignedTeacher(language_model, pairing, config.name, config.weight, temperature=temperature, kwargs=kwargs)
+
+
+def fixed_temperature(loss: LossConfig) -> float | None:
+    """The loss's temperature; None when it moves."""
+    number = loss.temperature
+    if not isinstance(number, Schedule):
+        return number
+    return number.start if number.shape == "constant" or number.start == number.end else None
 
 
 def _open_cached(
