@@ -152,7 +152,7 @@ def test_draws_are_the_inverse_of_the_cumulative_distribution(vocabulary):
 def test_draws_follow_the_distribution():
     """Pearson's χ² of 200,000 draws at each of three rows. Its mean is the degrees of freedom, its variance twice that."""
     vocabulary, draws = 150, 200_000
-    target = teacher(3, vocabulary, seed=4)
+    target = teacher(3, vocabulary, seed=4, logit_scale=0.5)
     random = np.stack([uniforms(0, f"{row:032x}", 1, draws)[0] for row in range(3)])
     found = signal_of(Format("sampled", vocabulary, draws=draws), target, labels_of(target), random)
     for row, p in zip(found["draws"], whole_logits(target).softmax(-1).numpy(), strict=True):
