@@ -54,7 +54,7 @@ class TokenTable:
     def from_tokenizer(cls, tok: Any, cache: Path | str | None = "default") -> TokenTable:
         """`tok` is a fast tokenizer of transformers or a tokenizers.Tokenizer; `cache` is a folder, None for no cache."""
         backend, name, declared, specials = _parts(tok)
-        spec = json.loads(backend.to_str())
+        spec = _spec(backend)
         tokens = _tokens_by_id(spec)
         fingerprint = _fingerprint(spec, tokens, declared, specials)
         path = (
@@ -65,7 +65,7 @@ class TokenTable:
         table = None if path is None else _from_cache(path, name, fingerprint)
         if table is None:
             table = _build(spec, tokens, declared, specials, fingerprint, name)
-            table = _probed(table, backend, spec)
+            table = _probed(table, backend)
             if path is not None:
                 _into_cache(path, table)
         return table
@@ -203,6 +203,15 @@ def _parts(tok: Any) -> tuple[tokenizers.Tokenizer, str, dict[str, str], set[int
     return tok.backend_tokenizer, str(tok.name_or_path), declared, set(tok.all_special_ids)
 
 
+def _spec(backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    """The tokenizer's own JSON without its merges: they say how text is cut, not what tokens stand for, and reading them takes
+    most of the time. Inside a string of JSON the quotes would be escaped, so this is their key; they come last."""
+    text = backend.to_str()
+    at = text.rfind(',"merges":[')
+    spec: dict[str, Any] = json.loads(f"{text[:at]}}}}}" if at >= 0 and text.endswith("]}}") else text)
+    return spec
+
+
 def _tokens_by_id(spec: Mapping[str, Any]) -> list[str | None]:
     vocabulary = spec["model"]["vocab"]
     pairs = (
@@ -277,10 +286,11 @@ def _table(pieces: Sequence[bytes], kinds: Sequence[int], added: Sequence[int], 
     return TokenTable(buffer, offsets, np.array(kinds, dtype=np.uint8), cuts, **rest)
 
 
-def _probed(table: TokenTable, backend: tokenizers.Tokenizer, spec: Mapping[str, Any]) -> TokenTable:
+def _probed(table: TokenTable, backend: tokenizers.Tokenizer) -> TokenTable:
     """The table, if the tokenizer's own decoder agrees with it; not the identity if a text does not come back."""
     if backend.truncation is not None or backend.padding is not None:
-        backend = tokenizers.Tokenizer.from_str(json.dumps({**spec, "truncation": None, "padding": None}))
+        whole = json.loads(backend.to_str())
+        backend = tokenizers.Tokenizer.from_str(json.dumps({**whole, "truncation": None, "padding": None}))
     ids = backend.encode(PROBE, add_special_tokens=False).ids
     ours = table.text_bytes(ids)
     text = [index for index in ids if table.kinds[index] != SPECIAL]
