@@ -1,0 +1,772 @@
+"""A teacher on disk against the live one: loss and gradients of the student, whatever the layout; what is refused; and a model
+beside the cache, which fills it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import threading
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import CPU, LLAMA, tiny
+from tiny_models import TOKENIZER, make_model, write_jsonl
+
+import potstill
+from potstill.config import DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
+from potstill.data import Windows, collate
+from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
+from potstill.models import LanguageModel, load_student, load_teacher, shared_ids
+from potstill.teachers.build import Scribe, build
+from potstill.teachers.cached import CachedTeacher
+from potstill.teachers.codec import read_sampled, read_top_k
+from potstill.teachers.inspect import coverage, verify
+from potstill.teachers.live import LiveTeacher
+from potstill.teachers.several import open_teachers, prepared, with_pieces_of
+from potstill.teachers.store import Cache, Writer
+from potstill.training.student import LossKnobs, StudentLoss
+from potstill.types import DenseTarget, PotstillError
+
+TWO = {"kind": "top_k", "k": 32, "temperatures": (1.0, 2.0)}
+KD = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
+WORDS = ["union", "people", "congress", "peace", "treasury", "nation", "year", "duty", "law", "commerce"]
+
+
+def sentence(i: int, words: int) -> str:
+    return " ".join(WORDS[(i * k * k + k + i) % 10] for k in range(words))
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_teacher: Path) -> LanguageModel:
+    return load_teacher(TeacherConfig(model=str(tiny_teacher)), CPU, "teachers[0]")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts, of which one is longer than a piece; prompts with completions; chats."""
+    folder = tmp_path_factory.mktemp("data")
+    texts = [{"text": f"{sentence(i, 4 + i * 5 % 14)} in {1790 + i}."} for i in range(14)]
+    write_jsonl(folder / "text.jsonl", [*texts, {"text": sentence(3, 90)}])
+    pairs = [{"q": f"Who keeps the {WORDS[i]}?", "a": f" {sentence(i, 5)}."} for i in range(5)]
+    write_jsonl(folder / "pairs.jsonl", pairs)
+    chats = [
+        [
+            {"role": "user", "content": f"What of the {WORDS[i]}?"},
+            {"role": "assistant", "content": sentence(i, 4)},
+            {"role": "user", "content": "And then?"},
+            {"role": "assistant", "content": sentence(i + 3, 5)},
+        ]
+        for i in range(5)
+    ]
+    write_jsonl(folder / "chats.jsonl", [{"chat": chat} for chat in chats])
+    return folder
+
+
+def data_of(files: Path, *kinds: str, **changes: Any) -> DataConfig:
+    sources = {
+        "text": {"files": str(files / "text.jsonl")},
+        "pairs": {"files": str(files / "pairs.jsonl"), "prompt": "q", "completion": "a"},
+        "chats": {"files": str(files / "chats.jsonl"), "messages": "chat"},
+    }
+    chosen = [sources[kind] for kind in kinds or sources]
+    return DataConfig.model_validate({"sources": chosen, "max_length": 96, "piece_bytes": 300, **changes})
+
+
+@pytest.fixture(scope="module")
+def data(files: Path) -> DataConfig:
+    return data_of(files)
+
+
+@pytest.fixture(scope="module")
+def built(teacher: LanguageModel, data: DataConfig, tmp_path_factory: pytest.TempPathFactory):
+    """Caches of all the data, each built once."""
+    made: dict[str, Path] = {}
+
+    def get(**store: Any) -> Path:
+        name = "-".join(str(value) for value in store.values())
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("caches") / name
+            build(teacher, StoreConfig(**store), data, made[name], name="tiny", batch_tokens=256)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def student() -> LanguageModel:
+    return tiny(0, max_position_embeddings=128)
+
+
+def opened(
+    folder: Path, student: LanguageModel, data: DataConfig, on_missing: str = "error", **loss: Any
+) -> CachedTeacher:
+    configs = [TeacherConfig(cache=str(folder), on_missing=on_missing)]
+    (found,) = open_teachers(configs, student, data, LossConfig(**loss), CPU).teachers
+    assert isinstance(found, CachedTeacher)
+    return found
+
+
+def batches_of(data: DataConfig, student: LanguageModel, seed: int = 0, rows: int = 4):
+    windows = Windows(data, student.tokenizer, batch_size=rows, micro_batch_size=rows, seed=seed, epochs=1)
+    return [batch for window in windows for batch in window.batches]
+
+
+def step(student: LanguageModel, batches, targets, knobs: LossKnobs = KD):
+    """Loss, and gradients of every parameter, of one optimizer step over the batches."""
+    module = StudentLoss(student)
+    module.zero_grad()
+    tokens = sum(batch.supervised_tokens for batch in batches)
+    total = 0.0
+    for batch, target in zip(batches, targets, strict=True):
+        loss, _ = module(batch, [(1.0, target)], tokens, knobs)
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad.clone() for name, p in module.named_parameters()}
+
+
+def relative(ours, theirs) -> float:
+    """The largest distance of a parameter's gradient, as a share of its length."""
+    assert ours.keys() == theirs.keys()
+    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
+
+
+def from_cache(found: CachedTeacher, batches):
+    return [found.targets(batch, found.prepare(batch)) for batch in batches]
+
+
+def live_of(teacher: LanguageModel, student: LanguageModel) -> LiveTeacher:
+    return LiveTeacher(teacher, shared_ids(student, teacher, "teachers[0]"), "tiny")
+
+
+# The same loss and gradients
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"packing": False},
+        {"max_length": 40},
+        {"max_length": 17, "packing": False},
+        {"append_eos": False},
+        {"shuffle": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_hidden_states_give_the_live_loss_and_gradients(built, teacher, student, data, layout, seed):
+    """Texts, completions and chats of one cache, in other orders, rows and lengths."""
+    data = data.model_copy(update=layout)
+    batches = batches_of(data, student, seed)
+    assert any(batch.packed for batch in batches) == data.packing
+    live = live_of(teacher, student)
+    found = opened(built(kind="hidden"), student, data)
+    loss, gradients = step(student, batches, from_cache(found, batches))
+    expected, live_gradients = step(student, batches, [live.targets(batch) for batch in batches])
+    assert loss == pytest.approx(expected, rel=1e-5) and expected > 0.1
+    assert relative(gradients, live_gradients) <= 1e-5
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_hidden_states_serve_every_divergence_and_temperature(built, teacher, student, data, divergence):
+    batches = batches_of(data, student)[:2]
+    live = live_of(teacher, student)
+    for temperature in (1.0, 2.5):
+        knobs = LossKnobs(divergence, 0.3, 0.1, temperature, 0.7, 0.4)
+        found = opened(built(kind="hidden"), student, data, divergence=divergence, temperature=temperature)
+        loss, gradients = step(student, batches, from_cache(found, batches), knobs)
+        expected, live_gradients = step(student, batches, [live.targets(batch) for batch in batches], knobs)
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert relative(gradients, live_gradients) <= 1e-5
+
+
+def test_layouts_differ(student, data):
+    """Else that they agree would say little."""
+    orders = [[e.key for b in batches_of(data, student, seed) for e in b.examples] for seed in (0, 1)]
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+    cut = batches_of(data.model_copy(update={"max_length": 17, "packing": False}), student)
+    lengths = [len(e.ids) for b in cut for e in b.examples]
+    assert max(lengths) == 17 and lengths.count(17) > 10
+
+
+def exact_top_k(target: DenseTarget, k: int, temperature: float) -> TopKTarget:
+    """The k largest and the rest, from whole logits in float64."""
+    z = (target.hidden.double() @ target.weight.double().t()) / temperature
+    top = z.log_softmax(-1).topk(k, -1)
+    rest = z.log_softmax(-1).scatter(-1, top.indices, -math.inf).logsumexp(-1)
+    return TopKTarget(top.indices, top.values.float(), rest.float())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_top_k_gives_the_live_top_k_within_quantisation(built, teacher, student, data, divergence, temperature):
+    """Off by less than a thousandth, where dropping the rest bucket, or one shifted row, would be off by much more."""
+    knobs = replace(KD, divergence=divergence, temperature=temperature)
+    folder = built(**TWO)
+    found = opened(folder, student, data, divergence=divergence, temperature=temperature)
+    batches = batches_of(data, student)
+    live = [exact_top_k(live_of(teacher, student).targets(batch), 32, temperature) for batch in batches]
+    ours = from_cache(found, batches)
+    loss, gradients = step(student, batches, ours, knobs)
+    expected, live_gradients = step(student, batches, live, knobs)
+    assert loss == pytest.approx(expected, rel=1e-3)
+    assert relative(gradients, live_gradients) <= 5e-3
+    for target, exact in zip(ours, live, strict=True):
+        same = target.ids == exact.ids  # equally likely ones may stand in another order
+        assert same.float().mean() > 0.99
+        weight = exact.logprobs.exp()
+        assert ((target.logprobs - exact.logprobs).abs() * weight * same).sum(-1).max() < 0.01
+        assert (target.tail.exp() - exact.tail.exp()).abs().max() < 2e-3
+
+
+def by_hand(folder: Path, batch, read):
+    """What `read` says of each supervised token, found and decoded one row at a time, padded to the widest."""
+    cache = Cache(folder)
+    rows = []
+    for example in batch.examples:
+        (document,) = cache.documents([example.key])
+        place = {int(token): row for row, token in enumerate(np.flatnonzero(document.predicted))}
+        rows += [read([(document, np.array([place[int(i)]]))]) for i in np.flatnonzero(example.supervised)]
+    parts = []
+    for values in zip(*rows, strict=True):
+        width = max(value.shape[-1] for value in values) if values[0].ndim == 2 else 0
+        padded = [np.pad(v, ((0, 0), (0, width - v.shape[1]))) if width else v for v in values]
+        parts.append(torch.from_numpy(np.concatenate(padded)))
+    return parts
+
+
+@pytest.mark.parametrize("layout", [{}, {"packing": False, "max_length": 30}], ids=str)
+def test_top_k_targets_are_the_decoded_values(built, student, data, layout):
+    data = data.model_copy(update=layout)
+    folder = built(**TWO)
+    found = opened(folder, student, data, temperature=2.0)
+    batches = batches_of(data, student, seed=3)
+    hand = []
+    for batch, target in zip(batches, from_cache(found, batches), strict=True):
+        ids, logprobs, tail = by_hand(folder, batch, lambda chosen: read_top_k(chosen, 2.0))
+        assert torch.equal(target.ids, ids.long()) and torch.equal(target.logprobs, logprobs)
+        assert torch.equal(target.tail, tail) and target.width == len(student.tokenizer)
+        hand.append(TopKTarget(ids.long(), logprobs, tail))
+    knobs = replace(KD, temperature=2.0)
+    loss, gradients = step(student, batches, from_cache(found, batches), knobs)
+    expected, others = step(student, batches, hand, knobs)
+    assert loss == expected
+    assert all(torch.equal(gradients[name], others[name]) for name in others)
+
+
+def test_sampled_targets_are_the_decoded_values(built, student, data):
+    folder = built(kind="sampled")
+    found = opened(folder, student, data)
+    for batch in batches_of(data, student):
+        target = found.targets(batch, found.prepare(batch))
+        ids, weights, entropy = by_hand(folder, batch, read_sampled)
+        assert torch.equal(target.ids, ids.long()) and torch.equal(target.weights, weights)
+        assert torch.equal(target.entropy, entropy) and target.width == len(student.tokenizer)
+
+
+def test_sampled_gradients_converge_to_those_of_full_kd(teacher, student, files, tmp_path):
+    """Caches that differ in their seed alone. Each gradient is an unbiased estimate, so that the mean of S of them lies, in any
+    direction, within 5 standard errors (a chance of 6e-7 each); the squared distance of the mean has the expectation tr Σ / S
+    and at most √2 times that as its standard deviation."""
+    seeds = 30
+    data = data_of(files, "pairs")
+    batches = batches_of(data, student)
+    live = live_of(teacher, student)
+    dense = [live.targets(batch) for batch in batches]
+    full_kl, gradients = step(student, batches, dense)
+    names = sorted(gradients)
+    full = torch.cat([gradients[name].flatten() for name in names]).double()
+    tokens = sum(batch.supervised_tokens for batch in batches)
+    entropy = sum(
+        torch.distributions.Categorical(logits=(d.hidden @ d.weight.t()).double()).entropy().sum().item() for d in dense
+    )
+    losses, estimates = [], []
+    for seed in range(seeds):
+        folder = tmp_path / str(seed)
+        build(teacher, StoreConfig(kind="sampled", draws=20, seed=seed), data, folder, name="tiny")
+        loss, gradients = step(student, batches, from_cache(opened(folder, student, data), batches))
+        losses.append(loss)
+        estimates.append(torch.cat([gradients[name].flatten() for name in names]).double())
+    assert len(set(losses)) == seeds
+    values = torch.tensor(losses, dtype=torch.float64)
+    assert abs(values.mean().item() - (full_kl + entropy / tokens)) <= 5 * values.std().item() / math.sqrt(seeds)
+
+    found = torch.stack(estimates)
+    off = found.mean(0) - full
+    expectation = found.var(0).sum().item() / seeds
+    assert off.square().sum().item() <= expectation * (1 + 5 * math.sqrt(2))
+    one = (found[0] - full).square().sum().item()
+    assert off.square().sum().item() < one / 10  # 30 of them are nearer than one is
+    directions = torch.randn(12, len(full), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for direction in [full, *directions]:
+        along = found @ direction
+        error = along.std().item() / math.sqrt(seeds)
+        assert abs(along.mean().item() - (full @ direction).item()) <= 5 * error
+        assert error < 0.2 * full.norm() * direction.norm()
+
+
+# A student whose head is wider than the tokenizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [("top_k", 1.0), ("top_k", 2.0), ("sampled", 1.0), ("hidden", 1.0), ("hidden", 2.0)]
+)
+def test_padding_ids_of_the_student_take_no_part(built, student, data, kind, temperature):
+    """As a student without them, in value and gradient; theirs is exactly zero."""
+    store = TWO if kind == "top_k" else {"kind": kind}
+    wide = tiny(0, vocab_size=2048 + 77, tie_word_embeddings=False)
+    narrow = tiny(0, tie_word_embeddings=False)
+    state = wide.model.state_dict()
+    with torch.no_grad():
+        wide.model.lm_head.weight[2048:] += 3.0  # were they let in, they would have much of the mass
+        for name, parameter in narrow.model.named_parameters():
+            parameter.copy_(state[name][: parameter.shape[0]] if "lm_head" in name or "embed" in name else state[name])
+    batches = batches_of(data, student)[:3]
+    knobs = replace(KD, temperature=temperature)
+    losses, found = [], []
+    for one in (wide, narrow):
+        cached = opened(built(**store), one, data, temperature=temperature)
+        loss, gradients = step(one, batches, from_cache(cached, batches), knobs)
+        losses.append(loss)
+        found.append(gradients)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    head = found[0].pop("model.lm_head.weight")
+    assert not head[2048:].any() and head[:2048].abs().max() > 0
+    found[0]["model.lm_head.weight"] = head[:2048]
+    embeddings = found[0]["model.model.embed_tokens.weight"]
+    assert not embeddings[2048:].any()
+    found[0]["model.model.embed_tokens.weight"] = embeddings[:2048]
+    assert relative(*found) <= 1e-5
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_width_in_the_fused_loss(divergence, temperature):
+    """In float64, with everything else a call can have; cross-entropy stays over all ids."""
+    torch.manual_seed(0)
+    double = {"dtype": torch.float64}
+    hidden, weight, bias = torch.randn(6, 5, **double), torch.randn(30, 5, **double), torch.randn(30, **double)
+    labels = torch.tensor([0, 3, 21, 29, 25, 7])
+    top = torch.randn(6, 22, **double).log_softmax(-1).topk(4)
+    kept = TopKTarget(top.indices, top.values, torch.log1p(-top.values.exp().sum(-1)), width=22)
+    targets = [kept]
+    if divergence == "forward_kl":
+        targets.append(SampledTarget(top.indices, torch.full((6, 4), 0.25, **double), width=22))
+    for target in targets:
+        options = {"divergence": divergence, "temperature": temperature, "kd_weight": 0.7, "softcap": 4.0}
+        inputs = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        out = fused_linear_kd(
+            inputs[0], inputs[1], target, labels=labels, ce_weight=0.3, bias=inputs[2], chunk_rows=4, **options
+        )
+        out.loss.backward()
+        alone = [x.clone().requires_grad_() for x in (hidden, weight[:22], bias[:22])]
+        kd = fused_linear_kd(alone[0], alone[1], replace(target, width=None), bias=alone[2], **options)
+        kd.loss.backward()
+        whole = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        ce = fused_linear_kd(
+            whole[0], whole[1], None, labels=labels, ce_weight=0.3, bias=whole[2], softcap=options["softcap"]
+        )
+        ce.loss.backward()
+        torch.testing.assert_close(out.loss, kd.loss + ce.loss)
+        torch.testing.assert_close(out.kd, kd.kd)
+        for mine, of_kd, of_ce in zip(inputs, alone, whole, strict=True):
+            padded = torch.zeros_like(mine)
+            padded[: of_kd.shape[0]] = of_kd.grad
+            torch.testing.assert_close(mine.grad, padded + of_ce.grad)
+
+
+# What is missing
+
+
+@pytest.fixture(scope="module")
+def partial(teacher, files, tmp_path_factory) -> Path:
+    """A cache of the texts alone."""
+    folder = tmp_path_factory.mktemp("caches") / "texts"
+    build(teacher, StoreConfig(kind="top_k", k=16), data_of(files, "text"), folder, name="tiny")
+    return folder
+
+
+def test_a_missing_document_is_named_and_all_are_counted(partial, student, data):
+    found = opened(partial, student, data)
+    batches = batches_of(data, student)
+    expected = coverage(found.cache, data, student.tokenizer)
+    assert expected.missing == 10
+    with pytest.raises(PotstillError) as caught:
+        for batch in batches:
+            found.prepare(batch)
+    message = str(caught.value)
+    missing = next(e for batch in batches for e in batch.examples if found.cache.find([e.key])[0] < 0)
+    assert f"the cache {partial} has no document {missing.source} ({missing.key})" in message
+    assert missing.source.split(" ")[0] in message and ".jsonl" in missing.source
+    assert f"10 of the {expected.documents} documents of data are not in it" in message
+    assert f"`potstill cache build RECIPE --out {partial}`" in message and "on_missing: skip" in message
+
+
+def test_what_the_message_says_to_run_works_for_a_shorter_max_length_too(partial, teacher, student, files, tmp_path):
+    """Pieces are cut as the cache's were, though 4 × max_length is another number; texts join a cache of chats."""
+    folder = tmp_path / "cache"
+    build(teacher, StoreConfig(kind="chosen"), data_of(files, "chats"), folder, name="tiny")
+    more = data_of(files, "text", "pairs", max_length=32, piece_bytes=None)
+    added = build(teacher, StoreConfig(kind="chosen"), more, folder, name="tiny")
+    assert added.there == 0 and coverage(Cache(folder), more, student.tokenizer).missing == 0
+    again = build(teacher, StoreConfig(kind="chosen"), more, folder, name="tiny")
+    assert (again.documents, again.there) == (0, added.documents)
+
+
+def test_missing_documents_that_are_skipped_are_as_if_they_were_not_there(partial, student, data, files):
+    """Counted; and the step's loss and gradient are those of the texts alone, divided by their tokens."""
+    found = opened(partial, student, data, "skip")
+    (window,) = islice(Windows(data, student.tokenizer, batch_size=30, micro_batch_size=3, seed=0, epochs=1), 1)
+    (ready,) = prepared([window], [found])
+    assert found.skipped == 10
+    kept = ready.window.batches
+    targets = [found.targets(batch, made) for batch, (made,) in zip(kept, ready.ready, strict=True)]
+    loss, gradients = step(student, kept, targets)
+
+    texts = batches_of(data_of(files, "text"), student)
+    alone = opened(partial, student, data)
+    expected, others = step(student, texts, from_cache(alone, texts))
+    assert sum(b.supervised_tokens for b in kept) == sum(b.supervised_tokens for b in texts)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert relative(gradients, others) <= 1e-4
+
+
+def test_windows_of_which_nothing_is_left_are_passed_over_and_not_for_ever(partial, student, files):
+    found = opened(partial, student, data_of(files, "pairs"), "skip")
+    pairs = Windows(
+        data_of(files, "pairs"), student.tokenizer, batch_size=2, micro_batch_size=2, seed=0, epochs=None
+    )  # without end
+    with pytest.raises(PotstillError, match="on_missing is skip, and the cache has none of the documents"):
+        list(prepared(pairs, [found]))
+    mixed = Windows(
+        data_of(files, "text", "pairs", packing=False),
+        student.tokenizer,
+        batch_size=1,
+        micro_batch_size=1,
+        seed=0,
+        epochs=1,
+    )
+    left = list(prepared(mixed, [opened(partial, student, data_of(files), "skip")]))
+    assert 0 < len(left) == coverage(Cache(partial), data_of(files, "text"), student.tokenizer).documents
+
+
+def test_a_document_longer_than_the_cache_s_teacher_could_read(teacher, student, files, tmp_path):
+    """The teacher saw 20 tokens of each: students of 20 tokens can learn from it, others are told."""
+    short = copy.copy(teacher)
+    short.model = copy.copy(teacher.model)
+    short.model.config = copy.deepcopy(teacher.model.config)
+    short.model.config.max_position_embeddings = 20
+    build(short, StoreConfig(kind="chosen"), data_of(files, "text"), tmp_path / "cache", name="tiny")
+    cache = Cache(tmp_path / "cache")
+    form = cache.form
+    assert form.kind == "chosen"
+    assert max(len(cache.document(at).tokens) for at in range(len(cache))) == 20
+    build(short, StoreConfig(kind="top_k", k=4), data_of(files, "text"), tmp_path / "top", name="tiny")
+    whole = batches_of(data_of(files, "text"), student)
+    with pytest.raises(PotstillError, match=r"has the first 20 tokens .* set data.max_length to at most that"):
+        from_cache(opened(tmp_path / "top", student, data_of(files, "text")), whole)
+    cut = data_of(files, "text", max_length=20)
+    from_cache(opened(tmp_path / "top", student, cut), batches_of(cut, student))
+
+
+def test_a_document_with_other_tokens_is_refused(partial, student, files):
+    found = opened(partial, student, data_of(files, "text"))
+    batch = batches_of(data_of(files, "text", packing=False), student)[0]
+    example = batch.examples[0]
+    ids = example.ids.copy()
+    ids[3] += 1
+    with pytest.raises(PotstillError, match=rf"{example.key}.*token 3 is {ids[3] - 1} there and {ids[3]} here"):
+        found.prepare(collate([[replace(example, ids=ids)]], 0))
+
+
+# Refused before the run
+
+
+def with_tokenizer(student: LanguageModel, change) -> LanguageModel:
+    changed = copy.copy(student)
+    changed.tokenizer = copy.deepcopy(student.tokenizer)
+    change(changed.tokenizer)
+    return changed
+
+
+def test_another_tokenizer_is_refused(built, data):
+    pieces = load_student(
+        StudentConfig(config={**LLAMA, "num_hidden_layers": 1}, tokenizer="shipped:tokenizers/pieces-1k"), CPU, 0
+    )
+    with pytest.raises(PotstillError, match=r"teachers\[0\]\.cache: the teacher's tokenizer is not the student's"):
+        opened(built(kind="hidden"), pieces, data)
+
+
+def test_another_end_of_documents_is_refused(built, student, data, files):
+    changed = with_tokenizer(student, lambda t: setattr(t, "eos_token", "<|im_end|>"))
+    with pytest.raises(
+        PotstillError, match=r"the cache's documents end with '.*' and the student's with '<\|im_end\|>'"
+    ):
+        opened(built(kind="hidden"), changed, data)
+    for fine in (data.model_copy(update={"append_eos": False}), data_of(files, "chats")):
+        found = opened(built(kind="hidden"), changed, fine)
+        from_cache(found, batches_of(fine, changed))
+
+
+def test_another_chat_template_is_refused_where_there_are_chats(built, student, data, files):
+    changed = with_tokenizer(student, lambda t: setattr(t, "chat_template", t.chat_template + " "))
+    with pytest.raises(PotstillError, match=r"rendered with another chat template than the student's"):
+        opened(built(kind="hidden"), changed, data)
+    opened(built(kind="hidden"), changed, data_of(files, "text", "pairs"))
+
+
+def test_other_arguments_of_the_chat_template_are_refused(built, student, files):
+    data = data_of(files, "text", "chats")
+    chats = data.sources[1].model_copy(update={"chat_template_kwargs": {"thinking": True}})
+    thinking = data.model_copy(update={"sources": [data.sources[0], chats]})
+    with pytest.raises(PotstillError, match=r"rendered with chat_template_kwargs \{\}, .* are \{'thinking': True\}"):
+        opened(built(kind="hidden"), student, thinking)
+    both = data.model_copy(update={"sources": [data.sources[1], chats]})
+    with pytest.raises(PotstillError, match=r"chat_template_kwargs differ between the sources"):
+        opened(built(kind="hidden"), student, both)
+
+
+def test_other_pieces_are_refused_where_there_are_texts(built, student, files):
+    other = data_of(files, "text", "pairs", piece_bytes=200)
+    with pytest.raises(PotstillError, match=r"pieces of 300 bytes, and data.piece_bytes is 200: leave it out"):
+        opened(built(kind="hidden"), student, other)
+    opened(built(kind="hidden"), student, data_of(files, "pairs", piece_bytes=200))
+    left_out = data_of(files, piece_bytes=None)
+    assert with_pieces_of(left_out, [TeacherConfig(cache=str(built(kind="hidden")))]).piece_bytes == 300
+
+
+@pytest.mark.parametrize(
+    ("store", "loss", "says"),
+    [
+        (TWO, {"temperature": 3.0}, r"loss.temperature is 3, .* at 1, 2 only: .* --temperature 3"),
+        (TWO, {"temperature": {"start": 2.0, "end": 1.0}}, r"loss.temperature moves over the run, and the cache knows"),
+        ({"kind": "sampled"}, {"temperature": 2.0}, r"loss.temperature is 2, .* at 1 only"),
+        (
+            {"kind": "sampled"},
+            {"divergence": "reverse_kl"},
+            r"unbiased for forward_kl only, and loss.divergence is reverse_kl",
+        ),
+        ({"kind": "sampled"}, {"entropy_gate": 1.0}, r"unbiased for forward_kl only, and loss.entropy_gate is set"),
+        ({"kind": "chosen"}, {}, r"only how likely the text's own tokens were, and the loss needs a distribution"),
+    ],
+)
+def test_a_loss_that_the_cache_cannot_serve_is_refused(built, teacher, student, data, tmp_path, store, loss, says):
+    with pytest.raises(PotstillError, match=says) as caught:
+        opened(built(**store), student, data, **loss)
+    assert str(caught.value).startswith("teachers[0].cache: ")
+    # Beside a model as well, and before there is a folder that only fits what was refused.
+    beside = TeacherConfig(model=teacher.model.name_or_path, cache=str(tmp_path / "new"), store=StoreConfig(**store))
+    with pytest.raises(PotstillError, match=says):
+        open_teachers([beside], student, data, LossConfig(**loss), CPU)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("store", "loss"),
+    [
+        (TWO, {"temperature": {"start": 2.0, "end": 2.0}}),
+        (TWO, {"temperature": {"start": 2.0, "end": 9.0, "shape": "constant"}}),
+        (TWO, {"divergence": "jsd", "entropy_gate": 2.0}),
+        ({"kind": "hidden"}, {"temperature": {"start": 4.0, "end": 1.0}, "divergence": "tvd"}),
+        ({"kind": "sampled"}, {"kd_weight": {"start": 1.0, "end": 0.1}}),
+    ],
+)
+def test_a_loss_that_the_cache_can_serve_is_not(built, student, data, store, loss):
+    found = opened(built(**store), student, data, **loss)
+    from_cache(found, batches_of(data, student)[:1])
+
+
+def test_a_refusal_comes_before_the_run(built, files, tmp_path):
+    with pytest.raises(PotstillError, match="how likely the text's own tokens were"):
+        potstill.train(recipe_of(tmp_path / "run", files, {"cache": str(built(kind="chosen"))}))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# A model beside the cache
+
+
+def recipe_of(run: Path, files: Path, teacher: dict[str, Any], **train: Any) -> dict[str, Any]:
+    return {
+        "run": str(run),
+        "student": {
+            "tokenizer": TOKENIZER,
+            "config": {
+                "model_type": "llama",
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "max_position_embeddings": 128,
+            },
+        },
+        "teachers": [teacher],
+        "data": data_of(files).model_dump(exclude_none=True),
+        "train": {"epochs": 2, "batch_size": 4, "micro_batch_size": 2, "optimizer": {"lr": 1e-2}, **train},
+        "log": {"tensorboard": False},
+    }
+
+
+def losses(run: Path) -> list[tuple[float, float, int]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"], line["epoch"]) for line in lines]
+
+
+@pytest.mark.parametrize("kind", ["top_k", "hidden"])
+def test_the_first_epoch_fills_the_cache_and_the_second_needs_no_teacher(
+    teacher, tiny_teacher, files, tmp_path, monkeypatch, kind
+):
+    computed: list[str] = []
+    write = Scribe.write
+
+    def counting(self, examples):
+        computed.extend(example.key for example in examples)
+        write(self, examples)
+
+    monkeypatch.setattr(Scribe, "write", counting)
+    cache = tmp_path / "cache"
+    both = {"model": str(tiny_teacher), "cache": str(cache), "store": {"kind": kind, "k": 16}}
+    potstill.train(recipe_of(tmp_path / "first", files, both))
+    documents = len(Cache(cache))
+    assert len(computed) == len(set(computed)) == documents > 20
+    assert {epoch for _, _, epoch in losses(tmp_path / "first")} == {0, 1}
+    assert verify(cache, teacher).damage == [] and verify(cache).numbers["written_twice"] == 0
+
+    def never(*_, **__):
+        raise AssertionError("the teacher was asked")
+
+    monkeypatch.setattr(Scribe, "write", never)
+    potstill.train(recipe_of(tmp_path / "second", files, both))
+    monkeypatch.setattr("potstill.teachers.several.load_teacher", never)
+    potstill.train(recipe_of(tmp_path / "alone", files, {"cache": str(cache)}))
+    assert losses(tmp_path / "alone") == losses(tmp_path / "first") == losses(tmp_path / "second")
+    metrics = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(m["seconds_teacher"] for m in metrics) < 0.5 * sum(m["seconds_student"] for m in metrics)
+
+
+def test_a_loss_from_the_filled_cache_is_that_of_a_built_one(built, teacher, tiny_teacher, student, data, tmp_path):
+    """Computed for one micro-batch at a time or by the builder's batches: the same up to rounding."""
+    config = TeacherConfig(
+        model=str(tiny_teacher), cache=str(tmp_path / "filled"), store=StoreConfig(kind="hidden"), weight=2.0
+    )
+    (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+    batches = batches_of(data, student)
+    loss, gradients = step(student, batches, from_cache(found, batches))
+    found.close()
+    from_build = opened(built(kind="hidden"), student, data)
+    expected, others = step(student, batches, from_cache(from_build, batches))
+    assert loss == pytest.approx(expected, rel=1e-5) and relative(gradients, others) <= 1e-5
+    assert coverage(Cache(tmp_path / "filled"), data, student.tokenizer).missing == 0
+
+
+def test_a_document_prepared_twice_before_it_is_computed_once(teacher, tiny_teacher, student, data, tmp_path):
+    """The next micro-batch is prepared while this one is computed; when its turn comes, nothing is missing any more."""
+    config = TeacherConfig(model=str(tiny_teacher), cache=str(tmp_path / "cache"), store=StoreConfig(k=8))
+    (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+    batch = batches_of(data, student)[0]
+    again = collate([[example] for example in (*batch.examples, batch.examples[0])], 0)
+    assert found.prepare(batch) is None and found.prepare(again) is None
+    first = found.targets(batch, None)
+    second = found.targets(again, None)
+    assert len(second.ids) == len(first.ids) + batch.examples[0].supervised_tokens
+    assert found.prepare(batch) is not None  # waits to be written, and is read from there
+    found.close()
+    assert len(Cache(tmp_path / "cache")) == len(set(e.key for e in batch.examples))
+
+
+def test_documents_move_from_memory_to_the_disk_while_they_are_read(
+    teacher, tiny_teacher, student, data, tmp_path, monkeypatch
+):
+    """A flush between looking at the disk and looking at what waits: the document is found all the same."""
+    config = TeacherConfig(model=str(tiny_teacher), cache=str(tmp_path / "cache"), store=StoreConfig(k=8))
+    (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+    batch = batches_of(data, student)[0]
+    before = found.targets(batch, None)
+    looking = Cache.documents
+    writer: Writer = found._scribe.writer
+
+    def flushed_after(self, keys):
+        result = looking(self, keys)
+        writer.flush()
+        return result
+
+    monkeypatch.setattr(Cache, "documents", flushed_after)
+    after = found.prepare(batch)
+    assert not writer.waiting
+    assert torch.equal(after.ids.long(), before.ids) and torch.equal(after.logprobs, before.logprobs)
+    found.close()
+
+
+def test_what_another_process_added_is_used(teacher, tiny_teacher, student, data, tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    config = TeacherConfig(model=str(tiny_teacher), cache=str(folder), store=StoreConfig(k=8))
+    (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+    batches = batches_of(data, student)
+    assert found.prepare(batches[0]) is None
+    build(teacher, StoreConfig(k=8), data, folder, name="tiny")
+
+    def never(*_):
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(Scribe, "write", never)
+    from_cache(found, batches)
+    found.targets(batches[0], None)
+    found.close()
+
+
+def test_threads_that_read_while_the_cache_grows(teacher, tiny_teacher, student, data, tmp_path):
+    """The prefetch thread prepares, the loop's thread computes and flushes: every document is always itself."""
+    config = TeacherConfig(model=str(tiny_teacher), cache=str(tmp_path / "cache"), store=StoreConfig(k=8))
+    (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+    batches = batches_of(data.model_copy(update={"packing": False}), student, rows=2)
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def read() -> None:
+        try:
+            while not done.is_set():
+                for batch in batches:
+                    found.prepare(batch)  # raises where a document's tokens are not the example's
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for batch in batches:
+            found.targets(batch, None)
+            found._scribe._worker.submit(found._scribe._flush).result()
+    finally:
+        done.set()
+        thread.join()
+    assert not errors
+    assert all(found.prepare(batch) is not None for batch in batches)
+    found.close()
+
+
+def test_a_teacher_that_is_not_finite_is_not_cached(tmp_path, files):
+    broken = make_model(tmp_path / "broken", num_hidden_layers=1)
+    model = load_teacher(TeacherConfig(model=str(broken)), CPU, "teachers[0]")
+    with torch.no_grad():
+        model.model.model.embed_tokens.weight[model.tokenizer(" peace", add_special_tokens=False).input_ids[0]] = (
+            math.nan
+        )
+    with pytest.raises(PotstillError, match=r"hidden states are not finite in .*text\.jsonl.* \([0-9a-f]{32}\)"):
+        build(model, StoreConfig(k=4), data_of(files, "text"), tmp_path / "cache", name="broken", batch_tokens=32)
+    assert verify(tmp_path / "cache").damage == []  # what was sound before it
+
+
+def test_a_vocabulary_smaller_than_k_and_a_head_smaller_than_the_tokenizer(teacher, files, tmp_path):
+    with pytest.raises(PotstillError, match="k is 3000 and the teacher has 2048 ids"):
+        build(teacher, StoreConfig(k=3000), data_of(files, "text"), tmp_path / "a", name="tiny")
+    small = copy.copy(teacher)
+    small.model = copy.deepcopy(teacher.model)
+    small.model.lm_head = torch.nn.Linear(32, 2000, bias=False)
+    with pytest.raises(PotstillError, match="the teacher has 2000 embeddings or rows of its head for 2048 shared ids"):
+        build(small, StoreConfig(k=4), data_of(files, "text"), tmp_path / "a", name="tiny")
+    assert not (tmp_path / "a").exists()
