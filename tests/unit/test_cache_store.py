@@ -20,7 +20,7 @@ import safetensors.numpy
 from potstill.files import MANIFEST, UNFINISHED
 from potstill.teachers import store
 from potstill.teachers.codec import Format, encode, read_chosen, to_bytes
-from potstill.teachers.inspect import verify
+from potstill.teachers.inspect import _at_ids, verify
 from potstill.teachers.store import Cache, Writer, adopt, create, open_shard, read_manifest, shard_names, signal_keys
 from potstill.types import PotstillError
 
@@ -589,6 +589,18 @@ def test_a_shard_that_may_not_be_read(three):
     (folder / names[0]).unlink()
     os.mkdir(folder / names[0])  # root may read anything but a folder
     assert names[0] in refused(lambda: Cache(folder))
+
+
+def test_verify_compares_values_id_by_id():
+    """Against a loop: two teachers of like confidence that mean other tokens are not alike."""
+    generator = np.random.default_rng(0)
+    wanted, ids = (np.stack([generator.permutation(20)[:6] for _ in range(9)]) for _ in range(2))
+    values = -np.sort(generator.random((9, 6)))
+    found = _at_ids(wanted, ids, values, 20)
+    for row in range(9):
+        here = dict(zip(ids[row].tolist(), values[row].tolist(), strict=True))
+        assert found[row].tolist() == [here.get(i, values[row, -1]) for i in wanted[row].tolist()]
+    assert (wanted != ids).any() and not np.array_equal(found, values)
 
 
 # A full disk

@@ -23,6 +23,7 @@ from potstill.teachers.store import Cache, Shard, whole
 from potstill.types import Example
 
 AT_ONCE = 4096
+NO_MASS = -64.0  # a log-probability that stands for all that are smaller
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,18 @@ def _mass_and_largest(document: Document, rows: npt.NDArray[np.int64]) -> tuple[
     return 0.0, 0
 
 
+def _at_ids(
+    wanted: npt.NDArray[Any], ids: npt.NDArray[Any], values: npt.NDArray[Any], vocabulary: int
+) -> npt.NDArray[Any]:
+    """The values [R, K] of some ids, largest first, at other ids [R, K]. What is not among them is at most the smallest; with
+    equally likely ids, which of them is kept is chance."""
+    row = np.arange(len(ids), dtype=np.int64)[:, None] * vocabulary
+    here = (row + ids).ravel()
+    order = np.argsort(here)
+    at = np.searchsorted(here[order], row + wanted).clip(max=max(0, here.size - 1))
+    return np.where(here[order][at] == row + wanted, values.ravel()[order][at], values[:, -1:])
+
+
 @torch.no_grad()
 def _recomputed(
     cache: Cache, teacher: LanguageModel, sample: int, progress: Callable[[int, int], None]
@@ -176,11 +189,11 @@ def _difference(document: Document, key: str, teacher: LanguageModel) -> npt.NDA
     now = signal_of(form, teacher.at_rows(hidden, form.vocabulary), batch.rows.labels, random)
     chosen = [(document, np.arange(len(batch.rows)))]
     if form.kind == "top_k":
-        _, stored, _ = read_top_k(chosen, form.temperatures[0])
+        stored_ids, stored, _ = read_top_k(chosen, form.temperatures[0])
         exact = now["logprobs"] / form.temperatures[0]
         exact = exact - np.logaddexp.reduce(exact, -1)[:, None] - np.logaddexp(0, now["odds"][:, :1])
-        # Sorted on both sides: which of two equally likely tokens comes first is no difference.
-        difference: npt.NDArray[Any] = (np.abs(stored - exact) * np.exp(exact)).sum(-1)
+        exact = _at_ids(stored_ids, now["ids"], np.maximum(exact, NO_MASS), form.vocabulary)
+        difference: npt.NDArray[Any] = (np.abs(stored - exact) * np.exp(np.maximum(stored, exact))).sum(-1)
         return difference
     if form.kind == "sampled":
         stored_ids, shares, _ = read_sampled(chosen)
