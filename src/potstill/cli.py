@@ -252,6 +252,34 @@ def cache_info(
 
 
 @app.command()
+def align(
+    student: Annotated[
+        str, typer.Argument(metavar="A", help="The student's tokenizer: folder, shipped:NAME or hub id.")
+    ],
+    teacher: Annotated[str, typer.Argument(metavar="B", help="The teacher's.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE]…", help=f"Statistics of a corpus, and its worst places. {DATA}"),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="A text to show token by token.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Try the losses on this pair: what must hold, holds.")] = False,
+    column: Annotated[str | None, typer.Option(help="With FILE: column with the text.")] = None,
+    split: Annotated[str, typer.Option(help="With FILE: split of a data set.")] = "train",
+    html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
+    json_out: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Show how two tokenizers line up, byte by byte.
+
+    Example: potstill align shipped:tokenizers/pieces-1k shipped:tokenizers/bytes-2k --text "The café"
+    """
+    from potstill.evals.command import source_of
+    from potstill.teachers.pair import align_pair
+
+    source = source_of(data, text=column, split=split) if data else None
+    align_pair(student, teacher, source=source, text=text, check=check, html=html, as_json=json_out)
+
+
+@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),

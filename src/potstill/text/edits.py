@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rapidfuzz.distance import Levenshtein
 
 Atoms = npt.NDArray[np.uint16]
 Stretch = tuple[int, int, int]  # begin in a, begin in b, length
@@ -77,7 +78,6 @@ def _windowed(a: Atoms, b: Atoms) -> list[Stretch]:
 
 def _window(text_a: str, text_b: str, i: int, j: int) -> list[Stretch]:
     """The equal blocks from (i, j) on, as far as they are settled."""
-    from rapidfuzz.distance import Levenshtein  # two tokenizers that keep the text never come here
 
     # Where one side says the same in fewer atoms throughout (runs of spaces as one), equal windows would drift apart.
     ratio = min(max((len(text_b) - j) / (len(text_a) - i), 0.5), 2.0)

@@ -1,0 +1,131 @@
+"""`potstill align`: how two tokenizers line up, and whether the losses between them are what they should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from potstill.config import AcrossConfig, SourceConfig
+from potstill.data import Source, collate
+from potstill.losses import CrossTarget, DenseTarget, fused_linear_kd
+from potstill.models import load_tokenizer
+from potstill.recipe import checked
+from potstill.teachers.aligned import Aligned, Pairing, align_rows
+from potstill.text.show import encode, show_corpus, show_text
+from potstill.types import Batch, Example, PotstillError
+
+CHECKED_TEXT = (
+    "The cafés of Zürich, naïve façades: 2,024 prices (€5) – “quoted”, 日本語 and 🙂.\n\tdef f(x): return x\n"
+)
+WIDTH = 16  # of the random hidden states the losses are tried on
+METHODS = ("shared", "projection", "chunk", "uld")
+
+
+def align_pair(
+    student: str,
+    teacher: str,
+    *,
+    source: dict[str, Any] | None,
+    text: str | None,
+    check: bool,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    tokenizers = [load_tokenizer(name, where) for name, where in ((student, "A"), (teacher, "B"))]
+    if check:
+        check_pair((student, teacher), tokenizers, text or CHECKED_TEXT)
+        return
+    if (source is None) == (text is None):
+        raise PotstillError("give a text with --text, or a FILE, or --check")
+    if text is not None:
+        show_text((student, teacher), tokenizers, text, html=html, as_json=as_json)
+        return
+    opened = Source(checked(SourceConfig, source, "FILE"), "FILE", seed=0, shuffle=False)
+    column = opened.config.text or "text"
+    texts = ((where, record[column]) for record, where, _ in opened.records(0))
+    show_corpus((student, teacher), tokenizers, texts, html=html, as_json=as_json)
+
+
+def check_pair(names: tuple[str, str], tokenizers: list[Any], text: str) -> None:
+    """Try every method on random models: a pair of a tokenizer with itself must give the plain divergence, and no true
+    divergence may be below 0 or have a gradient that moves mass into or out of the vocabulary."""
+    console = Console(soft_wrap=True, highlight=False)
+    examples = [_example(tokenizer, text) for tokenizer in tokenizers]
+    itself = Pairing(tokenizers[0], tokenizers[0], AcrossConfig())
+    both = Pairing(tokenizers[0], tokenizers[1], AcrossConfig())
+    batch = collate([[examples[0]]], pad_id=0)
+    failed = []
+    for method in ("shared", "projection"):
+        worst = _identity(itself, method, batch)
+        console.print(f"{method}, {names[0]} with itself: differs from the plain divergence by {worst:.1e}")
+        failed += [f"{method} with itself"] if worst > 1e-4 else []
+    found = align_rows(both, batch, [examples[1]])
+    covered = found.counts["tokens_in_chunks"] / max(1, len(batch.rows))
+    console.print(f"{found.counts['chunks']} chunks, {covered:.0%} of {names[0]}'s tokens in exact ones")
+    for method in METHODS:
+        lowest, drift = _signs(both, method, batch, found)
+        console.print(f"{method}: lowest value {lowest:.1e}, largest sum of a row's gradient {drift:.1e}")
+        failed += [method] if lowest < -1e-5 or drift > 1e-4 else []
+    if failed:
+        raise PotstillError(f"{names[0]} and {names[1]}: {', '.join(failed)} is not what it should be")
+    console.print("all is well")
+
+
+def _example(tokenizer: Any, text: str) -> Example:
+    ids = np.array(encode(tokenizer, [text], "--text")[0], dtype=np.int32)
+    supervised = np.ones(len(ids), dtype=np.bool_)
+    supervised[0] = False
+    return Example("", text, ids, supervised, len(text.encode()))
+
+
+def _target(pairing: Pairing, method: str, found: Aligned, start: DenseTarget) -> CrossTarget:
+    """A random teacher: the other tokens of a chunk have a likelihood of e^−1 each."""
+    count = len(found.token)
+    inner = -torch.bincount(torch.from_numpy(found.inner_owner), minlength=count).float()
+    token = torch.from_numpy(found.token)
+    assert start.logits is not None
+    logprob = start.logits.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+    relation = pairing.relation(torch.device("cpu"))
+    return CrossTarget(method, found.chunks, relation, start, token, logprob, inner, 4.0)
+
+
+def _random(rows: int, width: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def _student(pairing: Pairing, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    return _random(len(batch.rows), WIDTH, 1).requires_grad_(), _random(len(pairing.student), WIDTH, 2) / 2
+
+
+def _identity(pairing: Pairing, method: str, batch: Batch) -> float:
+    found = align_rows(pairing, batch, list(batch.examples))
+    hidden, head = _student(pairing, batch)
+    teacher = _random(len(batch.rows), len(pairing.teacher), 3)
+    first = found.chunks.first
+    cross = _target(pairing, method, found, DenseTarget(logits=teacher[first]))
+    plain = DenseTarget(logits=teacher)
+    gradients = []
+    for target in (cross, plain):
+        weight = torch.zeros(len(batch.rows)).index_fill_(0, first, 1.0)
+        out = fused_linear_kd(hidden, head, target, labels=batch.rows.labels, row_weight=weight)
+        (gradient,) = torch.autograd.grad(out.loss, hidden)
+        gradients.append(torch.cat([out.kd[first], gradient[first].flatten()]))
+    return float((gradients[0] - gradients[1]).abs().max())
+
+
+def _signs(pairing: Pairing, method: str, batch: Batch, found: Aligned) -> tuple[float, float]:
+    """The lowest value of a chunk, and how far a row's gradient is from summing to 0 over the vocabulary."""
+    hidden, head = _student(pairing, batch)
+    start = DenseTarget(logits=_random(len(found.token), len(pairing.teacher), 4))
+    target = _target(pairing, method, found, start)
+    bias = torch.zeros(len(pairing.student), requires_grad=True)
+    lowest = np.inf
+    for divergence in ("forward_kl", "reverse_kl", "jsd"):
+        out = fused_linear_kd(hidden, head, target, labels=batch.rows.labels, bias=bias, divergence=divergence)
+        lowest = min(lowest, float(out.kd.min()))
+        (gradient,) = torch.autograd.grad(out.loss, bias)
+    return float(lowest), float(gradient.sum().abs())
