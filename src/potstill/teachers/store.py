@@ -302,10 +302,11 @@ def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
+            begun = folder / f"{UNFINISHED}cache"  # what a killed process left here is ours to write again
             if (folder / MANIFEST).exists():
                 _check_same(folder, read_manifest(folder), identity)
+                begun.unlink(missing_ok=True)
                 return
-            begun = folder / f"{UNFINISHED}cache"  # what a killed process left here is ours to write again
             others = sorted(name for name in os.listdir(folder) if name != LOCK and not name.startswith(UNFINISHED))
             if others and not begun.exists():
                 raise PotstillError(
