@@ -424,8 +424,9 @@ def test_missing_documents_that_are_skipped_are_as_if_they_were_not_there(partia
     found = opened(partial, student, data, "skip")
     (window,) = islice(Windows(data, student.tokenizer, batch_size=30, micro_batch_size=3, seed=0, epochs=1), 1)
     (ready,) = prepared([window], [found])
-    assert found.skipped == 10
     kept = ready.window.batches
+    assert ready.window.counts["skipped_examples"] == ready.window.state["counts"]["skipped_examples"] == 10
+    assert ready.window.counts["supervised_tokens"] == sum(batch.supervised_tokens for batch in kept)
     targets = [found.targets(batch, made) for batch, (made,) in zip(kept, ready.ready, strict=True)]
     loss, gradients = step(student, kept, targets)
 
@@ -454,6 +455,37 @@ def test_windows_of_which_nothing_is_left_are_passed_over_and_not_for_ever(parti
     )
     left = list(prepared(mixed, [opened(partial, student, data_of(files), "skip")]))
     assert 0 < len(left) == coverage(Cache(partial), data_of(files, "text"), student.tokenizer).documents
+
+
+def test_a_run_over_epochs_ends_where_what_is_left_ends(partial, files, tmp_path, capsys):
+    """Its steps are those that have something left; what was skipped is counted over a resume, and said at the end."""
+    recipe = recipe_of(tmp_path / "run", files, {"cache": str(partial), "on_missing": "skip"}, batch_size=1)
+    recipe["train"] |= {"micro_batch_size": None}
+    recipe["data"] |= {"packing": False}
+    texts = len(Cache(partial))
+    run = potstill.train(recipe, [StopAt(texts + 3)])
+    first = run.counts["skipped_examples"]
+    assert run.stopped_by == "enough" and 10 <= first <= 20
+    run = potstill.train(recipe)
+    assert run.step == run.total_steps == 2 * texts
+    skipped = run.counts["skipped_examples"]  # those after the last step were not looked at
+    assert first < skipped <= 20 and run.counts["examples"] == 2 * texts + skipped
+    assert f"{skipped} skipped examples" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["tokens"] == run.counts["supervised_tokens"]
+    nothing = recipe_of(tmp_path / "none", files, {"cache": str(partial), "on_missing": "skip"})
+    nothing["data"]["sources"] = nothing["data"]["sources"][1:]
+    with pytest.raises(PotstillError, match="on_missing is skip, and the cache has none of the documents"):
+        potstill.train(nothing)
+
+
+class StopAt(potstill.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def stepped(self, run, metrics) -> None:
+        if run.step == self.step:
+            run.stop("enough")
 
 
 def test_a_document_longer_than_the_cache_s_teacher_could_read(teacher, student, files, tmp_path):

@@ -47,7 +47,6 @@ class CachedTeacher:
         self.width = width  # ids that student and teacher share; the rest take no part
         self.name = name
         self.weight = weight
-        self.skipped = 0  # documents that were not there
         self._temperature = temperature
         self._skip = skip_missing
         self._scribe = scribe
@@ -58,9 +57,7 @@ class CachedTeacher:
         if not self._skip:
             return ()
         found = self.cache.find([example.key for example in batch.examples])
-        missing = [i for i, at in enumerate(found) if at < 0]
-        self.skipped += len(missing)
-        return missing
+        return [i for i, at in enumerate(found) if at < 0]
 
     def prepare(self, batch: Batch) -> Target | None:
         """The target on the host; None when some of it is still to be computed."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from potstill.teachers.cached import CachedTeacher, check_cache, check_loss
 from potstill.teachers.live import LiveTeacher
 from potstill.teachers.reading import as_cached, chat_kwargs
 from potstill.teachers.store import Cache, read_manifest
-from potstill.types import PotstillError, Teacher
+from potstill.types import Batch, PotstillError, Teacher
+
+SKIPPED = "skipped_examples"
+NOTHING_LEFT = "data: on_missing is skip, and the cache has none of the documents"
 
 
 @dataclass(frozen=True)
@@ -137,20 +141,49 @@ class Prepared:
     ready: Sequence[Sequence[Any]]
 
 
-def prepared(windows: Iterable[Window], teachers: Sequence[Teacher]) -> Iterator[Prepared]:
-    """Windows with what the teachers can make ready on the host; documents that a teacher lacks are left out, and windows of
-    which nothing is left."""
+def prepared(
+    windows: Iterable[Window], teachers: Sequence[Teacher], counts: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[Prepared]:
+    """Windows with what the teachers can make ready on the host. Documents that a teacher lacks are left out, and windows of
+    which nothing is left. `counts`: of what went before."""
+    skipped, unused = counts.get(SKIPPED, 0), 0
     barren: int | None = None  # the epoch since which nothing was left
     for window in windows:
         batches = []
         for batch in window.batches:
-            left_out = sorted({i for teacher in teachers for i in teacher.lacks(batch)})
+            left_out = _lacking(batch, teachers)
+            skipped += len(left_out)
             batches.append(without(batch, left_out) if left_out else batch)
+            unused += batch.supervised_tokens - batches[-1].supervised_tokens
         if not any(batch.supervised_tokens for batch in batches):
             barren = window.epoch if barren is None else barren
             if window.epoch > barren + 1:  # it would go on like that for ever
-                raise PotstillError("data: on_missing is skip, and the cache has none of the documents")
+                raise PotstillError(NOTHING_LEFT)
             continue
         barren = None
         ready = [[teacher.prepare(batch) for teacher in teachers] for batch in batches]
-        yield Prepared(replace(window, batches=tuple(batches)), ready)
+        yield Prepared(_counted(window, batches, skipped, unused), ready)
+
+
+def count_left(windows: Iterable[Window], teachers: Sequence[Teacher], progress: Callable[[int], None]) -> int:
+    """How many windows `prepared` gives."""
+    total = 0
+    for window in windows:
+        total += any(len(_lacking(batch, teachers)) < len(batch.examples) for batch in window.batches)
+        progress(total)
+    if not total:
+        raise PotstillError(NOTHING_LEFT)
+    return total
+
+
+def _lacking(batch: Batch, teachers: Sequence[Teacher]) -> list[int]:
+    return sorted({i for teacher in teachers for i in teacher.lacks(batch)})
+
+
+def _counted(window: Window, batches: Sequence[Batch], skipped: int, unused: int) -> Window:
+    """The window with what is left of it, and counts of what was left out."""
+    if not skipped:
+        return window
+    counts = {**window.counts, SKIPPED: skipped}
+    counts["supervised_tokens"] -= unused
+    return replace(window, batches=tuple(batches), counts=counts, state={**window.state, "counts": counts})

@@ -42,7 +42,7 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
         stop = stack.enter_context(StopSignal())
         source = parts.windows(progress.data)
         read = stack.enter_context(Prefetched(source, depth=source.group_windows))
-        windows = stack.enter_context(Prefetched(prepared(read, parts.teachers), depth=1))
+        windows = stack.enter_context(Prefetched(prepared(read, parts.teachers, progress.counts), depth=1))
         for teacher in parts.teachers:
             stack.callback(teacher.close)
         for watcher in watching:

@@ -21,7 +21,7 @@ from potstill.files import write_text
 from potstill.models import LanguageModel, check_fit, load_student
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
-from potstill.teachers.several import open_teachers, with_pieces_of
+from potstill.teachers.several import count_left, open_teachers, with_pieces_of
 from potstill.training.checkpoint import Checkpoints, Progress
 from potstill.training.metrics import EVALS, whole_lines
 from potstill.training.optimizer import make_optimizers
@@ -143,7 +143,7 @@ def resume(recipe: Recipe, run: Run, parts: Parts, checkpoints: Checkpoints, con
     """Put the newest whole checkpoint into the parts; without one, a fresh start. Saves the resolved recipe."""
     found = checkpoints.newest(lambda message: console.print(message, style="yellow", highlight=False, markup=False))
     if found is None:
-        total = recipe.train.steps or _count_steps(recipe, parts.student, console)
+        total = recipe.train.steps or _count_steps(recipe, parts, console)
         progress = Progress(0, 0, None, {}, total, None, None)
     else:
         path, progress = found
@@ -168,16 +168,22 @@ def _last_evaluation(path: Path, step: int) -> dict[str, Any] | None:
     return next((r for r in reversed(records) if r["step"] <= step), None)
 
 
-def _count_steps(recipe: Recipe, student: LanguageModel, console: Console) -> int:
+def _count_steps(recipe: Recipe, parts: Parts, console: Console) -> int:
     """With `train.epochs`, the schedule needs to know how many steps they are."""
     data, train = with_pieces_of(recipe.data, recipe.teachers), recipe.train
     assert train.epochs is not None
     with console.status("counting the steps of train.epochs …") as status:
+
+        def progress(steps: int) -> None:
+            status.update(f"counting the steps of train.epochs: {steps:,} …")
+
+        if any(teacher.on_missing == "skip" for teacher in recipe.teachers):
+            return count_left(parts.windows(None), parts.teachers, progress)
         return count_windows(
             data,
-            student.tokenizer,
+            parts.student.tokenizer,
             batch_size=train.batch_size,
             seed=train.seed,
             epochs=train.epochs,
-            progress=lambda steps: status.update(f"counting the steps of train.epochs: {steps:,} …"),
+            progress=progress,
         )
