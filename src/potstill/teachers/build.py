@@ -109,7 +109,12 @@ class Scribe:
         identity = {
             "kind": self.form.kind,
             "signal": signal_keys(self.form),
-            "teacher": {"model": name, "weights": found.weights, "dtype": dtype_name(teacher.model.dtype)},
+            "teacher": {
+                "model": name,
+                "revision": vars(teacher.model.config).get("_commit_hash"),  # null: not from the hub
+                "weights": found.weights,
+                "dtype": dtype_name(teacher.model.dtype),
+            },
             "tokenizer": found.tokenizer,
             "chat": {"template": found.template, "kwargs": _chat_kwargs(data, folder)},
             "piece_bytes": piece_bytes(data),
