@@ -160,8 +160,9 @@ def cache_build(
     temperature: Annotated[
         list[float] | None, typer.Option(help="top_k: a temperature to learn at (1); may be repeated.")
     ] = None,
+    rest: Annotated[int | None, typer.Option(help="top_k: draws from the rest, for forward KL (0).")] = None,
     draws: Annotated[int | None, typer.Option(help="sampled: how many draws (50).")] = None,
-    seed: Annotated[int | None, typer.Option(help="sampled: seed of the draws (0).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws (0).")] = None,
     data: Annotated[list[str] | None, typer.Option(help=f"With a model: {DATA}")] = None,
     text: Annotated[str | None, typer.Option(help="With --data: column with the text.")] = None,
     messages: Annotated[str | None, typer.Option(help="With --data: column with chats.")] = None,
@@ -200,7 +201,7 @@ def cache_build(
         what,
         out=out,
         source=source_of(data, **columns, split=split) if data else None,
-        store={"kind": kind, "k": k, "temperatures": temperature, "draws": draws, "seed": seed},
+        store={"kind": kind, "k": k, "temperatures": temperature, "rest": rest, "draws": draws, "seed": seed},
         teacher=teacher,
         overrides=overrides or [],
         piece_bytes=piece_bytes,

@@ -102,8 +102,12 @@ class StoreConfig(Section):
     temperatures: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = Field(
         [1.0], description="top_k: temperatures at which a student may learn from it (2 bytes a token each)"
     )
+    rest: Annotated[int, Field(ge=0, le=4096)] = Field(
+        0,
+        description="top_k: draws from the rest, from which forward KL learns what is in it; more of them where it is heavy",
+    )
     draws: Annotated[int, Field(gt=0, le=4096)] = Field(50, description="sampled: how many draws a token")
-    seed: int = Field(0, description="sampled: seed of the draws")
+    seed: int = Field(0, description="seed of the draws")
 
 
 class AcrossConfig(Section):

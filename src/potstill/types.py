@@ -105,14 +105,17 @@ class TopKTarget:
     logprobs: Tensor  # [N, K]
     tail: Tensor  # [N]
     width: int | None = (
-        None  # ids it is over: the student's further ones leave the divergence's softmax; None: all of them
+        None  # ids it is over; the student's further ones leave the divergence's softmax. None: all of its
     )
+    rest: Tensor | None = None  # int64 [N, M]; draws from the rest, from which forward KL learns what is in it
+    rest_entropy: Tensor | None = None  # [N]; of the teacher within the rest: what these draws cost at least
 
     def to(self, device: torch.device) -> TopKTarget:
         return _moved(self, device)
 
     def select(self, rows: Tensor) -> TopKTarget:
-        return replace(self, ids=self.ids[rows], logprobs=self.logprobs[rows], tail=self.tail[rows])
+        rest, entropy = (None if x is None else x[rows] for x in (self.rest, self.rest_entropy))
+        return TopKTarget(self.ids[rows], self.logprobs[rows], self.tail[rows], self.width, rest, entropy)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,10 @@ def check_call(
             if target.tail.shape != (n,) or not target.tail.is_floating_point():
                 tail = f"{list(target.tail.shape)} of {target.tail.dtype}"
                 raise ValueError(f"target tail {tail} must be [{n}], one a row, and floating point")
+            if target.rest is not None and (
+                target.rest.dim() != 2 or target.rest.shape[0] != n or not target.rest.shape[1]
+            ):
+                raise ValueError(f"target rest {list(target.rest.shape)} must be [{n}, M], with M at least 1")
         elif isinstance(target, SampledTarget):
             _check_entries(target.ids, target.weights, n, "weights")
             if target.entropy is not None and target.entropy.shape != (n,):

@@ -286,7 +286,9 @@ def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tens
     kept_largest, rest_largest = columns.largest(_largest(kept), _largest(z))
     largest = torch.maximum(kept_largest, rest_largest)
     kept = kept - largest[:, None]
-    _exp(z.sub_(rest_largest[:, None]), z)  # by its own maximum: however small the rest is, its logarithm is exact
+    z.sub_(rest_largest[:, None])  # its own maximum: however small the rest is, its logarithm is exact
+    drawn = _drawn(z, target, rows, call)
+    _exp(z, z)
     kept_mass, rest_mass = columns.total(kept.exp().sum(-1), z.sum(-1))
     rest = rest_largest - largest + rest_mass.log()
     log_mass = _mass(kept_mass + rest.exp()).log()
@@ -307,10 +309,30 @@ def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tens
     block = Block(logp, logq, p, q, torch.empty_like(p), total)
     value, factor = gated(block, present, call)
     grad = block.logq
-    z.mul_((grad[:, -1] / _mass(rest_mass))[:, None])
+    from_rest = grad[:, -1]
+    if drawn is not None:
+        share = tail.squeeze(-1).exp()
+        value = value + share * (_mass(rest_mass).log() - drawn)
+        from_rest = from_rest + share
+    z.mul_((from_rest / _mass(rest_mass))[:, None])
+    if drawn is not None:
+        assert target.rest is not None
+        places, held = columns.local(target.rest[rows])
+        each = (-share / places.shape[1])[:, None].expand_as(places)
+        z.scatter_add_(-1, places, each if held is None else each * held)
     kept_grad = grad[:, :-1] if inside is None else grad[:, :-1].masked_fill(~inside, 0.0)
     z.scatter_add_(-1, where, kept_grad)  # kept columns are exp(−inf) = 0 until here
     return value, factor
+
+
+def _drawn(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> Tensor | None:
+    """The mean of the student's logits [b] at draws from the teacher's rest, and the teacher's entropy in it; None when there
+    are no draws or they do not serve: they are unbiased for forward KL alone."""
+    if target.rest is None or call.divergence != "forward_kl" or call.entropy_gate is not None:
+        return None
+    (total,) = call.columns.total(call.columns.gather(z, target.rest[rows], 0.0).sum(-1))
+    mean = total / target.rest.shape[1]
+    return mean if target.rest_entropy is None else mean + target.rest_entropy[rows].to(z.dtype)
 
 
 def _sampled(z: Tensor, target: SampledTarget, rows: slice, call: Call, scratch: Scratch) -> tuple[Tensor, float]:

@@ -79,7 +79,13 @@ def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
             f"the cache's k is {store.k} and the teacher has {vocabulary} ids: choose a k of at most that"
         )
     if store.kind == "top_k":
-        return Format("top_k", vocabulary, k=store.k, temperatures=tuple(sorted(store.temperatures)))
+        if store.rest and store.k == vocabulary:
+            raise PotstillError(
+                f"the cache's k is all of the teacher's {vocabulary} ids: there is no rest to draw from"
+            )
+        temperatures = tuple(sorted(store.temperatures))
+        seed = store.seed if store.rest else 0
+        return Format("top_k", vocabulary, k=store.k, temperatures=temperatures, rest=store.rest, seed=seed)
     if store.kind == "sampled":
         return Format("sampled", vocabulary, draws=store.draws, seed=store.seed)
     if store.kind == "hidden":
@@ -169,9 +175,10 @@ class Scribe:
                 "teacher; nothing of this batch is in the cache"
             )
         random = None
-        if self.form.kind == "sampled":
-            parts = [uniforms(self.form.seed, e.key, e.supervised_tokens, self.form.draws) for e in batch.examples]
-            random = np.concatenate(parts)
+        if draws := self.form.draws or self.form.rest:
+            random = np.concatenate(
+                [uniforms(self.form.seed, e.key, e.supervised_tokens, draws) for e in batch.examples]
+            )
         return signal_of(self.form, self.teacher.at_rows(hidden, self.form.vocabulary), batch.rows.labels, random)
 
     def _add(self, examples: Sequence[Example], signal_rows: dict[str, Any]) -> None:

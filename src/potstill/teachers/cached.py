@@ -18,7 +18,16 @@ from potstill.config import DataConfig, LossConfig, Schedule
 from potstill.models import check_rows, load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
 from potstill.teachers.build import Scribe
-from potstill.teachers.codec import Document, Format, blank, from_bytes, read_hidden, read_sampled, read_top_k
+from potstill.teachers.codec import (
+    Document,
+    Format,
+    blank,
+    from_bytes,
+    read_hidden,
+    read_rest,
+    read_sampled,
+    read_top_k,
+)
 from potstill.teachers.inspect import coverage
 from potstill.teachers.reading import chat_kwargs, piece_of, template_fingerprint
 from potstill.teachers.store import Cache
@@ -84,6 +93,8 @@ class CachedTeacher:
             assert prepared.hidden is not None
             return replace(self._head_on(device), hidden=prepared.hidden.to(device, non_blocking=True))
         moved: Any = prepared.to(device)
+        if isinstance(moved, TopKTarget) and moved.rest is not None:
+            moved = replace(moved, rest=moved.rest.long())
         return replace(moved, ids=moved.ids.long())
 
     def close(self) -> None:
@@ -128,7 +139,11 @@ class CachedTeacher:
             ids, shares, entropy = map(torch.from_numpy, read_sampled(chosen))
             return SampledTarget(ids, shares, entropy, width=self.width)
         ids, logprobs, tail = map(torch.from_numpy, read_top_k(chosen, self._temperature))
-        return TopKTarget(ids, logprobs, tail, width=self.width)
+        target = TopKTarget(ids, logprobs, tail, width=self.width)
+        if form.rest and self._temperature == 1.0:  # which they were drawn at
+            rest, entropy = map(torch.from_numpy, read_rest(chosen))
+            target = replace(target, rest=rest, rest_entropy=entropy)
+        return target
 
     def _head_on(self, device: torch.device) -> DenseTarget:
         if device not in self._head:

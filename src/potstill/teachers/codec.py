@@ -18,7 +18,8 @@ Signal = Mapping[str, npt.NDArray[Any]]  # what is known of R rows; the names ar
 
 KINDS = ("top_k", "sampled", "hidden", "chosen")
 SIGNALS = {
-    "top_k": ("ids", "logprobs", "odds", "chosen"),  # [R, K] largest first; [R, K]; [R, temperatures]; [R]
+    # [R, K] largest first; [R, K]; [R, temperatures]; [R]; with draws from the rest also [R, M] and [R]
+    "top_k": ("ids", "logprobs", "odds", "chosen", "rest", "rest_entropy"),
     "sampled": ("draws", "entropy"),  # [R, N] in order; [R]
     "hidden": ("hidden",),  # [R, H]
     "chosen": ("chosen",),  # [R]
@@ -44,8 +45,9 @@ class Format:
     vocabulary: int  # ids the probabilities are over: those of the tokenizer, without padding of the matrices
     k: int = 0  # top_k
     temperatures: tuple[float, ...] = (1.0,)  # top_k: those whose rest is known; sampled: the one of the draws
+    rest: int = 0  # top_k: draws from the rest
     draws: int = 0  # sampled
-    seed: int = 0  # sampled
+    seed: int = 0  # of the draws
     width: int = 0  # hidden
     dtype: str = "float32"  # hidden
 
@@ -66,7 +68,7 @@ class Format:
                 "coarse": packed_bytes(self.k - 1 - self.fine, COARSE_BITS),
                 "odds": 2 * len(self.temperatures),
                 "chosen": 2,
-            }
+            } | ({"rest": packed_bytes(self.rest, self.id_bits), "rest_entropy": 2} if self.rest else {})
         if self.kind == "sampled":
             return {"entropy": 2}
         if self.kind == "hidden":
@@ -127,7 +129,12 @@ def encode(form: Format, signal: Signal) -> dict[str, Bytes]:
         fine, coarse = _encode_gaps(signal["logprobs"], form.fine)
         odds = np.clip(np.rint(signal["odds"] * STEPS_PER_NAT), NO_REST + 1, 2**15 - 1)
         odds = np.where(np.isneginf(signal["odds"]), NO_REST, odds)
-        return {
+        drawn = (
+            {"rest": pack(signal["rest"], form.id_bits), "rest_entropy": _encode_entropy(signal["rest_entropy"])}
+            if form.rest
+            else {}
+        )
+        return drawn | {
             "ids": pack(signal["ids"], form.id_bits),
             "fine": pack(fine, FINE_BITS),
             "coarse": pack(coarse, COARSE_BITS),
@@ -138,8 +145,7 @@ def encode(form: Format, signal: Signal) -> dict[str, Bytes]:
         draws = signal["draws"]
         first = np.ones(draws.shape, dtype=np.bool_)
         first[:, 1:] = draws[:, 1:] != draws[:, :-1]
-        entropy = np.clip(np.rint(signal["entropy"] * STEPS_PER_ENTROPY), 0, 2**16 - 1)
-        return {"first": first.view(np.uint8), "ids": draws, "entropy": _as_bytes(entropy[:, None], "<u2")}
+        return {"first": first.view(np.uint8), "ids": draws, "entropy": _encode_entropy(signal["entropy"])}
     if form.kind == "hidden":
         return {"hidden": signal["hidden"].view(np.uint8).reshape(len(signal["hidden"]), -1)}
     return {"chosen": _encode_chosen(signal["chosen"])}
@@ -160,6 +166,10 @@ def _encode_gaps(logprobs: npt.NDArray[Any], fine: int) -> tuple[npt.NDArray[Any
 
 def _encode_chosen(chosen: npt.NDArray[Any]) -> Bytes:
     return _as_bytes(np.clip(np.rint(-chosen * STEPS_PER_NAT), 0, 2**16 - 1)[:, None], "<u2")
+
+
+def _encode_entropy(entropy: npt.NDArray[Any]) -> Bytes:
+    return _as_bytes(np.clip(np.rint(entropy * STEPS_PER_ENTROPY), 0, 2**16 - 1)[:, None], "<u2")
 
 
 def _as_bytes(values: npt.NDArray[Any], dtype: str) -> Bytes:
@@ -287,7 +297,17 @@ def read_sampled(chosen: Chosen) -> tuple[npt.NDArray[Any], npt.NDArray[Any], np
     counts = np.where(np.append(row[1:] == row[:-1], False), following, draws) - place
     shares = np.zeros(out.shape, dtype=np.float32)
     shares[there] = counts / draws
-    return out, shares, _rows(chosen, "entropy").view("<u2")[:, 0].astype(np.float32) / STEPS_PER_ENTROPY
+    return out, shares, _entropy(chosen, "entropy")
+
+
+def read_rest(chosen: Chosen) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Draws from the rest [R, M], and the teacher's entropy within it [R]."""
+    form = chosen[0][0].form
+    return unpack(_rows(chosen, "rest"), form.rest, form.id_bits).astype(np.int32), _entropy(chosen, "rest_entropy")
+
+
+def _entropy(chosen: Chosen, name: str) -> npt.NDArray[np.float32]:
+    return _rows(chosen, name).view("<u2")[:, 0].astype(np.float32) * np.float32(1 / STEPS_PER_ENTROPY)
 
 
 def read_hidden(chosen: Chosen) -> npt.NDArray[Any]:

@@ -58,7 +58,8 @@ def describe(cache: Cache) -> dict[str, Any]:
     manifest, form = cache.manifest, cache.form
     temperatures = ", ".join(f"{t:g}" for t in form.temperatures)
     signals = {
-        "top_k": f"top {form.k} and the rest, at temperatures {temperatures}",
+        "top_k": f"top {form.k} and the rest, at temperatures {temperatures}"
+        + (f"; {form.rest} draws from the rest, seed {form.seed}" if form.rest else ""),
         "sampled": f"{form.draws} draws, seed {form.seed}",
         "hidden": f"hidden states of width {form.width} in {form.dtype}, and the head",
         "chosen": "log-probabilities of the text's own tokens",
@@ -185,7 +186,8 @@ def _difference(document: Document, key: str, teacher: LanguageModel) -> npt.NDA
     example = Example(key, "", ids, document.predicted, 0)
     batch = collate([[example]], pad_id=0).to(teacher.model.device)
     hidden = teacher.hidden(batch, batch.rows.teacher)
-    random = uniforms(form.seed, key, len(batch.rows), form.draws) if form.kind == "sampled" else None
+    draws = form.draws or form.rest
+    random = uniforms(form.seed, key, len(batch.rows), draws) if draws else None
     now = signal_of(form, teacher.at_rows(hidden, form.vocabulary), batch.rows.labels, random)
     chosen = [(document, np.arange(len(batch.rows)))]
     if form.kind == "top_k":

@@ -77,7 +77,12 @@ def _of_block(form: Format, z: Tensor, labels: Tensor, random: Tensor | None) ->
     if 1.0 not in form.temperatures:
         log_mass = torch.logaddexp(values.logsumexp(-1), _log_mass(z, rest_largest))
     logprobs = values - log_mass[:, None]
-    return {"ids": ids.int(), "logprobs": logprobs, "odds": torch.stack(odds, -1), "chosen": chosen - log_mass}
+    found = {"ids": ids.int(), "logprobs": logprobs, "odds": torch.stack(odds, -1), "chosen": chosen - log_mass}
+    if form.rest:
+        assert random is not None
+        drawn = _draws(z, random, 1.0)
+        found |= {"rest": drawn["draws"], "rest_entropy": drawn["entropy"]}
+    return found
 
 
 def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
