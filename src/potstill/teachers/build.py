@@ -65,6 +65,7 @@ class Built:
     there: int  # documents of the data that were in the cache already
     unpredictable: int  # documents with nothing to predict in them
     seconds: float
+    rest: float | None = None  # top_k: the rest's mass at the first temperature, on average
 
 
 def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
@@ -128,6 +129,7 @@ class Scribe:
         create(folder, identity, self._beside)
         self._remove_stale(folder)
         self.documents = self.tokens = self.bytes = 0
+        self._rest = np.zeros(2)  # rows, and the sum of their rests' masses
         self._shard_seconds = shard_seconds
         self._began = time.monotonic()
         self._worker = ThreadPoolExecutor(1, "scribe")
@@ -183,6 +185,9 @@ class Scribe:
 
     def _add(self, examples: Sequence[Example], signal_rows: dict[str, Any]) -> None:
         streams = encode(self.form, signal_rows)
+        if self.form.kind == "top_k":
+            odds = signal_rows["odds"][:, 0].astype(np.float64)
+            self._rest += len(odds), np.exp(-np.logaddexp(0.0, -odds)).sum()
         begin = 0
         for example in examples:
             end = begin + example.supervised_tokens
@@ -202,6 +207,11 @@ class Scribe:
     def _flush(self) -> None:
         self.writer.flush()
         self._began = time.monotonic()
+
+    @property
+    def rest(self) -> float | None:
+        """Of what was computed so far: the mass beyond the top k, on average."""
+        return float(self._rest[1] / self._rest[0]) if self._rest[0] else None
 
     def settle(self) -> None:
         """Wait until everything handed over is packed (not: on disk)."""
@@ -275,7 +285,7 @@ def build(
                 progress(Progress(scribe.documents, scribe.tokens, scribe.bytes, done, total // world, seconds))
     finally:
         scribe.close()
-    return Built(scribe.documents, scribe.tokens, there, unpredictable, time.monotonic() - begin)
+    return Built(scribe.documents, scribe.tokens, there, unpredictable, time.monotonic() - begin, scribe.rest)
 
 
 def _to_do(cache: Cache, data: DataConfig, teacher: LanguageModel, key: str) -> tuple[int, int]:

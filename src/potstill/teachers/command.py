@@ -24,6 +24,7 @@ from potstill.teachers.store import Cache
 from potstill.types import PotstillError
 
 RECIPES = (".yaml", ".yml", ".json")
+HEAVY_REST = 0.05  # of the mass: worth a word
 LINE_SECONDS = 30.0  # between two lines of a log file
 
 
@@ -88,6 +89,13 @@ def build_cache(
         + (f"; {built.unpredictable:,} have nothing to predict in them" if built.unpredictable else ""),
         markup=False,
     )
+    if built.rest is not None:
+        hint = (
+            ""
+            if kept.rest or built.rest < HEAVY_REST
+            else "; with --rest 32 forward KL learns what is in it (docs/cache.md)"
+        )
+        console.print(f"{who}beyond the top {kept.k} lies {built.rest:.1%} of the mass{hint}", markup=False)
     if rank == 0:
         cache = Cache(folder)
         console.print(f"cache: {folder}, {_sizes(cache)}", markup=False)

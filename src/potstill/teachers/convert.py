@@ -46,6 +46,7 @@ class Converted:
     documents: int  # added
     there: int  # were in the new cache already
     tokens: int
+    draws_left_out: int  # a token: draws from the rest, which is another one beside fewer entries
 
 
 def convert_cache(
@@ -90,7 +91,7 @@ def convert_cache(
             writer.flush()
         progress(added + old, len(cache))
     writer.flush()
-    return Converted(added, old, tokens)
+    return Converted(added, old, tokens, cache.form.rest - form.rest)
 
 
 def _smaller(cache: Cache, k: int | None, temperatures: Sequence[float] | None) -> Format:
@@ -106,7 +107,9 @@ def _smaller(cache: Cache, k: int | None, temperatures: Sequence[float] | None) 
         raise PotstillError(
             f"--temperature {unknown[0] if unknown else '…'}: {cache.folder} knows the mass of the rest at {known} only"
         )
-    return replace(form, k=k or form.k, temperatures=wanted)
+    if k in (None, form.k):
+        return replace(form, temperatures=wanted)
+    return replace(form, k=k, temperatures=wanted, rest=0, seed=0)
 
 
 def _copy_beside(cache: Cache, folder: Path) -> None:
@@ -153,7 +156,7 @@ def fewer_entries(form: Format, documents: Sequence[Document]) -> dict[str, Byte
         "coarse": _first(stored["coarse"], old.k - 1 - old.fine, coarse, COARSE_BITS),
         "odds": np.stack(odds, -1).view(np.uint8),
         "chosen": stored["chosen"],
-    }
+    } | {name: stored[name] for name in ("rest", "rest_entropy") if form.rest}
 
 
 def _first(packed: Bytes, count: int, wanted: int, bits: int) -> Bytes:
@@ -195,6 +198,10 @@ def convert(
             made = convert_cache(sources[0], out, k=k, temperatures=temperatures, progress=progress)
         already = f"; {made.there:,} were there" if made.there else ""
         console.print(f"{made.documents:,} documents converted ({made.tokens:,} tokens){already}", markup=False)
+        if made.draws_left_out:
+            console.print(
+                "the draws from the rest were left out: beside fewer entries it is another rest", markup=False
+            )
     else:
         if tokenizer is None or teacher_name is None:
             raise PotstillError(
