@@ -20,8 +20,8 @@ from potstill.config import DataConfig, SourceConfig, StoreConfig, TeacherConfig
 from potstill.data.examples import text_key
 from potstill.models import load_teacher
 from potstill.teachers.build import build
-from potstill.teachers.codec import read_chosen, read_hidden, read_sampled, read_top_k
-from potstill.teachers.convert import convert_cache
+from potstill.teachers.codec import read_chosen, read_hidden, read_rest, read_sampled, read_top_k
+from potstill.teachers.convert import convert, convert_cache
 from potstill.teachers.foreign import example_features, varints
 from potstill.teachers.imports import NOT_CUT, import_cache
 from potstill.teachers.inspect import verify
@@ -79,6 +79,7 @@ def reader_of_the_spec():
     "keys",
     [
         {"kind": "top_k", "k": 64, "temperatures": [1.0, 2.0]},
+        {"kind": "top_k", "k": 16, "temperatures": [1.0, 2.0], "rest": 12, "seed": 3},
         {"kind": "top_k", "k": 3},
         {"kind": "top_k", "k": 1},
         {"kind": "top_k", "k": 2048},
@@ -102,6 +103,10 @@ def test_the_spec_alone_reads_every_kind(made, keys):
                 assert np.array_equal(read["ids"], ids)
                 np.testing.assert_allclose(read[temperature][0], np.exp(logprobs), rtol=2e-5, atol=1e-9)
                 np.testing.assert_allclose(read[temperature][1], np.exp(tail), atol=2e-6)
+        if cache.form.rest:
+            draws, entropy = read_rest(chosen)
+            assert np.array_equal(read["rest"], draws)
+            np.testing.assert_allclose(read["rest_entropy"], entropy, rtol=1e-6)
         if cache.form.kind == "sampled":
             ids, shares, entropy = read_sampled(chosen)
             for row in rows:
@@ -156,6 +161,20 @@ def test_temperatures_can_be_left_out_and_nothing_else_changes(made, tmp_path):
     keys = keys_of(large)
     for a, b in zip(read_top_k(all_rows(one, keys), 2.0), read_top_k(all_rows(large, keys), 2.0), strict=True):
         assert np.array_equal(a, b)
+
+
+def test_draws_from_the_rest_stay_while_it_is_the_same_rest(made, tmp_path):
+    large = made(kind="top_k", k=16, temperatures=list(T), rest=12, seed=3)
+    keys = keys_of(large)
+    same = convert_cache(large.folder, tmp_path / "one", temperatures=[1.0])
+    one = Cache(tmp_path / "one")
+    assert (same.draws_left_out, one.form.rest, one.form.seed) == (0, 12, 3)
+    for a, b in zip(read_rest(all_rows(one, keys)), read_rest(all_rows(large, keys)), strict=True):
+        assert np.array_equal(a, b)
+    fewer = convert_cache(large.folder, tmp_path / "small", k=8)
+    assert fewer.draws_left_out == 12
+    assert Cache(tmp_path / "small").form == made(kind="top_k", k=8, temperatures=list(T)).form
+    assert not verify(tmp_path / "small").damage and not verify(tmp_path / "one").damage
 
 
 def test_a_conversion_goes_on_and_adds_what_is_new(made, tmp_path):
@@ -507,3 +526,31 @@ def test_a_real_array_record_file(teacher, tiny_teacher, tmp_path):
     with pytest.raises(PotstillError, match="cannot be read as an array_record file"):
         (tmp_path / "b.array_record").write_bytes(b"nonsense" * 99)
         import_cache([tmp_path / "b.array_record"], tmp_path / "cache2", **keys)
+
+
+# --- the command ---
+
+
+def test_the_command_says_what_it_did(made, teacher, tiny_teacher, tmp_path, capsys):
+    large = made(kind="top_k", k=64, temperatures=list(T))
+    files = {"tokenizer": str(tiny_teacher), "teacher_name": "big", "texts": tmp_path / "t.jsonl"}
+    nothing = dict.fromkeys(("tokenizer", "teacher_name", "texts", "k", "temperatures"))
+    rest = {"columns": {}, "values": "auto", "predicts": "next"}
+    convert([large.folder], tmp_path / "small", **{**nothing, **rest, "k": 8})
+    said = capsys.readouterr().out
+    assert "60 documents converted" in said and "bytes a token" in said
+    one = entries_of(teacher.tokenizer)
+    cut = ("", one[0][1][:-2], *(x[:-3] for x in one[0][2:]))
+    file = write_parquet(tmp_path / "a.parquet", [*one, cut], [x[3] for x in [*one, cut]])
+    convert([file], tmp_path / "cache", **{**nothing, **rest, **files})
+    said = capsys.readouterr().out
+    assert "4 documents imported" in said and "is not known, and is taken to be none" in said
+    assert "1 documents have no entries for what follows them" in said and "texts to train on:" in said
+    for sources, keys, words in (
+        ([large.folder, large.folder], {}, "one cache at a time"),
+        ([large.folder], files, "are for files to import"),
+        ([file], {}, "say which teacher the files are of"),
+        ([tmp_path / "none"], {}, "there is no"),
+    ):
+        with pytest.raises(PotstillError, match=words):
+            convert(sources, tmp_path / "x", **{**nothing, **rest, **keys})
