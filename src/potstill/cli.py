@@ -252,6 +252,52 @@ def cache_info(
     show_info(folder, source_of(data, **columns, split=split) if data else None, json_out)
 
 
+@cache_app.command(name="convert")
+def cache_convert(
+    sources: Annotated[list[Path], typer.Argument(help="A cache, or array_record or parquet files of another system.")],
+    out: Annotated[Path, typer.Option(help="Folder of the new cache.")],
+    k: Annotated[int | None, typer.Option(help="Keep so many entries a token; default: all.")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="A temperature to keep, or to import for; may be repeated.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Of files: the teacher's tokenizer (model folder, shipped:NAME or hub id).")
+    ] = None,
+    teacher_name: Annotated[
+        str | None, typer.Option(help="Of files: what the manifest is to call the teacher.")
+    ] = None,
+    texts: Annotated[Path | None, typer.Option(help="Of files: write the texts here (jsonl), to train on.")] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(help="Of parquet: tokens=…, ids=…, values=…, text=…, normaliser=…; may be repeated."),
+    ] = None,
+    values: Annotated[
+        Literal["auto", "logits", "logprobs"], typer.Option(help="Of files: what the values are.")
+    ] = "auto",
+    predicts: Annotated[
+        Literal["next", "this"], typer.Option(help="Of files: entries stand before the token they are for, or at it.")
+    ] = "next",
+) -> None:
+    """A smaller cache from a larger one, without the teacher; or a cache from another system's files."""
+    from potstill.teachers.convert import convert
+
+    wrong = [pair for pair in column or [] if "=" not in pair]
+    if wrong:
+        raise PotstillError(f"--column {wrong[0]}: write NAME=COLUMN, such as ids=top_k_ids")
+    convert(
+        sources,
+        out,
+        k=k,
+        temperatures=temperature,
+        tokenizer=tokenizer,
+        teacher_name=teacher_name,
+        texts=texts,
+        columns=dict(pair.split("=", 1) for pair in column or []),
+        values=values,
+        predicts=predicts,
+    )
+
+
 @app.command()
 def align(
     student: Annotated[

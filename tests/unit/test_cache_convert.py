@@ -6,7 +6,6 @@ import json
 import re
 import struct
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
 import torch
+from array_record.python import array_record_module
 
 from potstill.config import DataConfig, SourceConfig, StoreConfig, TeacherConfig
 from potstill.data.examples import text_key
@@ -270,33 +270,11 @@ def test_protobufs_own_writer_agrees():
     assert np.array_equal(varints(memoryview(data)[1 + size :]), values)
 
 
-class Files:
-    """array_record's reader, over a JSON list of hexadecimal records: the tests need no array_record."""
-
-    def __init__(self, path: str) -> None:
-        self.records = [bytes.fromhex(line) for line in json.loads(Path(path).read_text())]
-
-    def num_records(self) -> int:
-        return len(self.records)
-
-    def read(self, numbers: list[int]) -> list[bytes]:
-        return [self.records[number] for number in numbers]
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture
-def array_record(monkeypatch):
-    module = types.SimpleNamespace(ArrayRecordReader=Files)
-    monkeypatch.setitem(sys.modules, "array_record", types.ModuleType("array_record"))
-    package = types.ModuleType("array_record.python")
-    package.array_record_module = module
-    monkeypatch.setitem(sys.modules, "array_record.python", package)
-
-
 def write_records(path: Path, records: list[bytes]) -> Path:
-    path.write_text(json.dumps([record.hex() for record in records]))
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
     return path
 
 
@@ -321,7 +299,7 @@ def expected(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("coding", ["example", "safetensors"])
-def test_maxtext_files_become_a_cache(teacher, tiny_teacher, array_record, tmp_path, coding):
+def test_maxtext_files_become_a_cache(teacher, tiny_teacher, tmp_path, coding):
     made = entries_of(teacher.tokenizer)
     length = max(len(tokens) for _, tokens, *_ in made)
     records = []
@@ -371,7 +349,7 @@ def test_maxtext_files_become_a_cache(teacher, tiny_teacher, array_record, tmp_p
         import_cache([file], out, **{**keys, "teacher_name": "other"})
 
 
-def test_packed_sequences_are_taken_apart(teacher, tiny_teacher, array_record, tmp_path):
+def test_packed_sequences_are_taken_apart(teacher, tiny_teacher, tmp_path):
     made = entries_of(teacher.tokenizer)
     parts = [np.concatenate([one[i] for one in made]) for i in (1, 2, 3)]
     segments = np.concatenate([np.full(len(one[1]), number) for number, one in enumerate(made, 1)])
@@ -483,7 +461,7 @@ def test_what_does_not_come_back_from_its_text_is_left_out_and_counted(teacher, 
         import_cache([file], tmp_path / "x", **keys)
 
 
-def test_bad_files_are_told_apart(tiny_teacher, array_record, tmp_path, monkeypatch):
+def test_bad_files_are_told_apart(tiny_teacher, tmp_path, monkeypatch):
     keys = {"tokenizer": str(tiny_teacher), "teacher_name": "big", "texts": tmp_path / "t.jsonl"}
 
     def of_maxtext(*records: bytes):
