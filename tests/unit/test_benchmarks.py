@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import cache_quality  # noqa: E402
 from loss_page import page, plot  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "loss.json"
@@ -65,3 +66,13 @@ def test_the_page_and_the_plot_are_what_the_results_give():
     drawn = (ROOT / "docs" / "benchmarks-loss.svg").read_text(encoding="utf-8")
     assert drawn == plot(results), again
     ElementTree.fromstring(drawn)
+
+
+def test_what_a_student_loses_is_what_was_measured():
+    """The page has the results' table; top k with draws from its rest loses at most 1 % of the gain, draws alone 10 %."""
+    text = (ROOT / "docs" / "cache.md").read_text(encoding="utf-8")
+    assert cache_quality.with_table(text) == text, "run python benchmarks/cache_quality.py --only-docs"
+    results = json.loads(cache_quality.RESULT.read_text(encoding="utf-8"))
+    assert cache_quality.lost(results, f"top-{cache_quality.K} + {cache_quality.REST} draws from the rest")[0] <= 0.01
+    assert cache_quality.lost(results, f"sampled, {cache_quality.DRAWS} draws")[0] <= 0.1
+    assert cache_quality.lost(results, f"top-{cache_quality.K}, renormalised")[0] > 1
