@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import struct
@@ -532,3 +533,20 @@ def test_the_command_says_what_it_did(made, teacher, tiny_teacher, tmp_path, cap
     ):
         with pytest.raises(PotstillError, match=words):
             convert(sources, tmp_path / "x", **{**nothing, **rest, **keys})
+
+
+# --- the page ---
+
+
+def benchmark():
+    spec = importlib.util.spec_from_file_location("cache_benchmark", ROOT / "benchmarks" / "cache.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_of_the_page_are_those_of_the_results():
+    script = benchmark()
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert script.filled(page, json.loads(script.RESULT.read_text(encoding="utf-8"))) == page
+    assert page.count("<!-- end -->") == 6 and "<!-- end -->\n<!-- end -->" not in page
