@@ -25,10 +25,15 @@ QUICK = ["train.batch_size=2", "eval.examples=4", "eval.max_new_tokens=4", "eval
 def shorter(words: list[str]) -> list[str]:
     """The same command with a few steps and examples. One that sets train.steps itself is given one step more."""
     command = words[0]
+    some = ["data.sources.0.share=0.001"]  # of what a teacher would have to read
+    if words[:2] == ["cache", "build"]:
+        return [*words, *some]
     if command == "train":
         steps = MORE_STEPS if any(word.startswith("train.steps=") for word in words) else STEPS
         has_eval = load_recipe(ROOT / words[1]).eval is not None
-        return [*words, f"train.steps={steps}", "train.epochs=null", *(q for q in QUICK if has_eval or "eval" not in q)]
+        less = some if words[1].endswith("cached.yaml") else []
+        quick = [q for q in QUICK if has_eval or "eval" not in q]
+        return [*words, f"train.steps={steps}", "train.epochs=null", *quick, *less]
     return [*words, "--examples", "4", "--max-new-tokens", "4"] if command == "eval" else words
 
 
@@ -98,5 +103,6 @@ def test_the_recipe_in_the_readme_runs(beside_the_recipes: Path) -> None:
 
 def test_other_documents_hold_no_commands() -> None:
     """So that none is written there that no test runs."""
-    tested = {"getting-started.md", "losses.md", "use-elsewhere.md"}  # the last by test_use_elsewhere.py
+    # The last two by test_use_elsewhere.py and test_cache_convert.py.
+    tested = {"getting-started.md", "losses.md", "use-elsewhere.md", "cache-format.md"}
     assert not [d.name for d in (ROOT / "docs").glob("*.md") if d.name not in tested and blocks(d)]
