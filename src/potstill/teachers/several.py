@@ -32,6 +32,7 @@ class Faculty:
 
     teachers: Sequence[Teacher]
     live: Sequence[LiveTeacher]  # those whose model is in the process, to evaluate against
+    notes: Sequence[str] = ()  # what their user should know
 
 
 def open_live(
@@ -46,13 +47,15 @@ def open_teachers(
     configs: Sequence[TeacherConfig], student: LanguageModel, data: DataConfig, loss: LossConfig, device: torch.device
 ) -> Faculty:
     teachers: list[Teacher] = []
-    live = []
+    live, notes = [], []
     for index, config in enumerate(configs):
         where = f"teachers[{index}]"
         model = None
         if config.model is not None:
             language_model = load_teacher(config, device, where)
-            if config.cache is None and difference(student.tokenizer, language_model.tokenizer) is not None:
+            reason = difference(student.tokenizer, language_model.tokenizer)
+            if config.cache is None and reason is not None:
+                notes.append(f"{where}: {reason}. Texts are aligned by bytes, method {config.across.method}")
                 teachers.append(_open_aligned(config, language_model, student, data, loss, where))
                 continue
             width = shared_ids(student, language_model, where)
@@ -63,7 +66,7 @@ def open_teachers(
             teachers.append(model)
         else:
             teachers.append(_open_cached(config, model, student, data, loss, f"{where}.cache"))
-    return Faculty(teachers, live)
+    return Faculty(teachers, live, notes)
 
 
 def _open_aligned(

@@ -34,6 +34,8 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
     recipe, console = load_recipe(recipe), Console(soft_wrap=True)
     run, checkpoints = open_run(recipe)
     parts = assemble(recipe)
+    for note in parts.notes:
+        console.print(note, style="yellow", highlight=False, markup=False)
     progress = resume(recipe, run, parts, checkpoints, console)
     watching = [*watchers(recipe, console), *callbacks]
     clock = Stopwatch()

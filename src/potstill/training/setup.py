@@ -47,6 +47,7 @@ class Parts:
     precision: str  # fp32 or bf16
     windows: Callable[[dict[str, Any] | None], Windows]  # from a position in the data
     evaluate: Callable[[], dict[str, Any]]
+    notes: Sequence[str] = ()  # what is worth a word before the first step
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
@@ -136,7 +137,8 @@ def assemble(recipe: Recipe) -> Parts:
         return {**result, "samples": complete(student, recipe.eval.prompts, recipe.eval.max_new_tokens)}
 
     precision = recipe.train.precision
-    return Parts(device, student, module, faculty.teachers, optimizers, precision, windows, evaluate_student)
+    notes = faculty.notes
+    return Parts(device, student, module, faculty.teachers, optimizers, precision, windows, evaluate_student, notes)
 
 
 def resume(recipe: Recipe, run: Run, parts: Parts, checkpoints: Checkpoints, console: Console) -> Progress:
