@@ -124,7 +124,7 @@ def _draws(z: Tensor, random: Tensor, temperature: float) -> dict[str, Tensor]:
         z.div_(temperature)
     z.sub_(z.amax(-1, keepdim=True)).clamp_(min=NO_MASS)
     weights = torch.mul(z, LOG2_E).exp2_()
-    entropy = -(weights * z).sum(-1)
+    entropy = -z.mul_(weights).sum(-1)  # the logits are not needed again
     groups = -(-width // COLUMNS)
     if groups * COLUMNS > width:
         weights = torch.nn.functional.pad(weights, (0, groups * COLUMNS - width))
