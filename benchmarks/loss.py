@@ -132,6 +132,7 @@ def run(options: argparse.Namespace, cases: list[Case]) -> None:
                 "not put side by side: remove the file, or choose another with --result"
             )
         results["cases"] = old["cases"]
+        results |= {key: old[key] for key in ("remarks",) if key in old}  # by hand: what was run anew, and why
     for name in sorted({PACKAGES[c] for c in options.contenders if c in PACKAGES}):
         if name not in results["machine"]["versions"]:
             print(f"{name} is not installed, and will be shown as missing: pip install -e '.[bench]'", flush=True)

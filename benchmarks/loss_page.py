@@ -65,7 +65,7 @@ def page(results: dict[str, Any]) -> str:
         memory=memory_table(entries),
         targets=target_table(entries),
         agreement=agreement(entries),
-        load=busy(entries, results["machine"]["cores"]),
+        load=busy(entries, results["machine"]["cores"]) + f"\n{results.get('remarks', '')}".rstrip(),
         versions=", ".join(f"{name} {version}" for name, version in results["machine"]["versions"].items()),
     )
 
