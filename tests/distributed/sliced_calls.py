@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tiny_cross import random_case, truncated
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -138,9 +139,35 @@ def special(world: int) -> dict[str, SlicedCall]:
         "whole narrower teacher, hidden and head": replace(hidden, sizes=even(world), whole_teacher=True),
         "chunks from a memory budget": many_rows(world),
         "one id a rank": one_id_a_rank(world),
+        "top-k with draws from the rest": with_draws(make(world, "forward_kl", "top-k", 1.0, "everything")),
+        **across(world),
         "bfloat16": narrow_dtype(again, torch.bfloat16),
         "float32": narrow_dtype(again, torch.float32),
     }
+
+
+def with_draws(call: SlicedCall) -> SlicedCall:
+    """Three ids of each row that are not among those kept, one of them twice."""
+    ((share, target),) = call.targets
+    others = torch.ones(ROWS, VOCABULARY - 12).scatter(-1, target.ids, 0.0).nonzero()[:, 1].view(ROWS, -1)
+    rest = others[:, [0, 7, 11, 7]]
+    entropy = torch.full((ROWS,), 0.5, dtype=torch.float64)
+    return replace(call, targets=[(share, replace(target, rest=rest, rest_entropy=entropy))])
+
+
+def across(world: int) -> dict[str, SlicedCall]:
+    """Teachers with another tokenizer, by every method; chunks of several rows, and rows in no chunk."""
+    found = {}
+    sizes = {2: [22, 1], 4: [7, 1, 9, 6]}[world]
+    for method in ("shared", "projection", "chunk", "uld"):
+        hidden, weight, labels, target = random_case(3, method)
+        for kind in ("dense", "top-k"):
+            for divergence in ("forward_kl", "jsd"):
+                whole = target if kind == "dense" else truncated(target, 6)
+                options = {"labels": labels, "ce_weight": 0.4, "divergence": divergence, "chunk_rows": 5}
+                call = SlicedCall(sizes, hidden, weight, [(1.0, whole)], options=options)
+                found[f"across · {method} · {kind} · {divergence}"] = call
+    return found
 
 
 def even(world: int) -> list[int]:

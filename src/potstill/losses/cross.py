@@ -361,16 +361,17 @@ def chunk(first: First, teacher: Expected, target: CrossTarget, call: Call) -> G
 
 def uld(first: First, teacher: Expected, target: CrossTarget, call: Call) -> Gradient:
     """L1 between the largest probabilities of both sides, in order, and the rest."""
-    columns = first.columns
-    count = min(ULD_ENTRIES, columns.narrowest)
-    values, places = first.q.topk(count, -1)
-    theirs = teacher.logp.exp()
-    if columns.group is not None:
-        values, places = columns.joined(values, places + columns.start)
-        values, order = values.topk(min(ULD_ENTRIES, values.shape[1]), -1)
-        places = places.gather(-1, order)
-    kept = min(values.shape[1], theirs.shape[1])
-    values, places = values[:, :kept], places[:, :kept]
+    columns, theirs = first.columns, teacher.logp.exp()
+    kept = min(ULD_ENTRIES, target.relation.sizes[0], theirs.shape[1])
+    # Any rank may hold all of the largest; one with fewer ids than that fills up with what is never chosen.
+    count = min(kept, columns.widest)
+    mine = min(count, columns.size)
+    values, places = first.q.new_full((len(first.q), count), -1.0), first.token.new_full((len(first.q), count), -1)
+    values[:, :mine], found = first.q.topk(mine, -1)
+    places[:, :mine] = found + columns.start
+    values, places = columns.joined(values, places)
+    values, order = values.topk(kept, -1)
+    places = places.gather(-1, order)
     top = theirs.topk(kept, -1).values
     q = torch.cat([values, (1 - values.sum(-1, keepdim=True)).clamp(min=0.0)], -1)
     p = torch.cat([top, (1 - top.sum(-1, keepdim=True)).clamp(min=0.0)], -1)

@@ -26,7 +26,6 @@ class Columns:
     widest: int  # size of the largest slice of any rank
     start: int = 0  # first global id held here
     group: dist.ProcessGroup | None = None
-    narrowest: int = 0  # size of the smallest slice of any rank
 
     @property
     def first(self) -> bool:
@@ -87,14 +86,14 @@ def shared_columns(
     """
     widths = [target.width for _, target in targets if isinstance(target, DenseTarget)]
     if group is None:
-        return Columns(size, size, narrowest=size), tuple(targets), all(width == size for width in widths)
+        return Columns(size, size), tuple(targets), all(width == size for width in widths)
     rank = dist.get_rank(group)
     everyone = torch.zeros(1 + len(widths), dist.get_world_size(group), dtype=torch.int64, device=device)
     everyone[:, rank] = torch.tensor([size, *widths])
     dist.all_reduce(everyone, group=group)
     sizes, *widths_of = everyone.tolist()
     starts = [0, *accumulate(sizes)]
-    columns = Columns(size, max(sizes), starts[rank], group, min(sizes))
+    columns = Columns(size, max(sizes), starts[rank], group)
     cut, same_ids = [], True
     for share, target in targets:
         if isinstance(target, DenseTarget):
