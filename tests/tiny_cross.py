@@ -113,7 +113,8 @@ def naive_loss(target: CrossTarget, logits: Tensor, labels: Tensor, name: str, t
         logp = (teacher_logits(target)[number] / temperature).log_softmax(-1)
         if target.method == "uld":
             q, p = logq[target.chunks.first[number]].exp(), logp.exp()
-            count = min(256, len(q), len(p))
+            known = target.start.ids.shape[1] if isinstance(target.start, TopKTarget) else len(p)
+            count = min(256, len(q), known)
             a, b = q.topk(count).values, p.topk(count).values
             total = total + (a - b).abs().sum() + ((1 - a.sum()) - (1 - b.sum())).abs()
             continue
