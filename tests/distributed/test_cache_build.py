@@ -4,14 +4,13 @@ over fewer ids than a student whose vocabulary is cut into slices."""
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 from cache_ranks import SLICES, VOCABULARY, recipe, run_call, width_calls, work
+from processes import found_by
 
 import potstill
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
@@ -26,22 +25,9 @@ PATIENCE = 240
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, tiny_teacher: Path, tiny_text: Path) -> tuple[Path, list[Any]]:
-    """The folder and what each rank found. A child's exit code says little on gloo: what it wrote is the verdict."""
+    """The folder and what each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
-    arguments = (2, str(folder), str(tiny_teacher), str(tiny_text))
-    started = torch.multiprocessing.start_processes(work, arguments, nprocs=2, join=False, start_method="spawn")
-    files = [folder / f"{rank}.pt" for rank in range(2)]
-    end = time.monotonic() + PATIENCE
-    try:
-        while not all(file.exists() for file in files):
-            assert time.monotonic() < end, f"after {PATIENCE} s only {[f.name for f in files if f.exists()]} are there"
-            started.join(timeout=0.2)  # raises with the traceback of a child that failed
-        for process in started.processes:
-            process.join(timeout=30)
-    finally:
-        for process in started.processes:
-            process.kill()
-    return folder, [torch.load(file, weights_only=True) for file in files]
+    return folder, found_by(work, 2, folder, str(tiny_teacher), str(tiny_text), patience=PATIENCE)
 
 
 def documents(folder: Path) -> dict[str, bytes]:

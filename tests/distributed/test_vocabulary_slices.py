@@ -1,11 +1,10 @@
 """The loss with its head cut into slices of the vocabulary, on 2 and 4 real processes, equals the loss in one process."""
 
 import math
-import time
 
 import pytest
 import torch
-import torch.multiprocessing
+from processes import found_by
 from sliced_calls import KINDS, REFUSED, ROWS, SLICES, SlicedCall, calls, even, traffic_calls, work
 
 from potstill.losses import DIVERGENCES
@@ -17,26 +16,7 @@ PATIENCE = 240  # seconds for all calls of all ranks; they take about ten
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world} processes")
 def ranks(request, tmp_path_factory):
-    """What each rank found. A child's exit code says little on gloo: what it wrote is the verdict."""
-    world = request.param
-    folder = tmp_path_factory.mktemp("ranks")
-    started = torch.multiprocessing.start_processes(
-        work, (world, str(folder)), nprocs=world, join=False, start_method="spawn"
-    )
-    files = [folder / f"{rank}.pt" for rank in range(world)]
-    end = time.monotonic() + PATIENCE
-    try:
-        while not all(file.exists() for file in files):
-            assert time.monotonic() < end, (
-                f"after {PATIENCE} s only {[f.name for f in files if f.exists()]} are written"
-            )
-            started.join(timeout=0.2)  # raises with the traceback of a child that failed
-        for process in started.processes:
-            process.join(timeout=30)
-    finally:
-        for process in started.processes:
-            process.kill()
-    return [torch.load(file, weights_only=True) for file in files]
+    return found_by(work, request.param, tmp_path_factory.mktemp("ranks"), patience=PATIENCE)
 
 
 def test_every_call_equals_one_process(ranks):
