@@ -18,7 +18,7 @@ from potstill.teachers.codec import Format
 from potstill.types import DenseTarget
 
 PRODUCT_BYTES = 64 * 2**20  # of one product's logits
-BLOCK_BYTES = 2 * 2**20  # of the logits worked on at once; they stay in a processor's cache
+BLOCK_BYTES = 8 * 2**20  # of the logits worked on at once: they stay in a processor's last cache, and calls are few
 COLUMNS = 64  # that share one maximum, or one sum
 BELOW_ONE = 1 - 2.0**-23  # also in float32
 NO_MASS = -128.0  # a logit so far below the largest weighs 0 in float32; −inf would make 0 · −inf of its entropy
@@ -94,7 +94,7 @@ def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return z.topk(k, -1)
     grouped = z[:, : groups * COLUMNS].unflatten(-1, (groups, COLUMNS))
     best = grouped.amax(-1).topk(k, -1, sorted=False).indices
-    candidates = grouped.gather(1, best[..., None].expand(-1, -1, COLUMNS)).flatten(1)
+    candidates = _groups(grouped, best).flatten(1)
     columns = (best[..., None] * COLUMNS + torch.arange(COLUMNS, device=z.device)).flatten(1)
     if groups * COLUMNS < width:  # the columns that fill no group
         candidates = torch.cat([candidates, z[:, groups * COLUMNS :]], -1)
@@ -102,6 +102,11 @@ def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
         columns = torch.cat([columns, left.expand(rows, -1)], -1)
     values, place = candidates.topk(k, -1)
     return values, columns.gather(-1, place)
+
+
+def _groups(grouped: Tensor, chosen: Tensor) -> Tensor:
+    """Chosen groups [b, n, COLUMNS] of each row. Faster than `gather`, which looks every column up."""
+    return grouped[torch.arange(grouped.shape[0], device=chosen.device)[:, None], chosen]
 
 
 def _largest_left(z: Tensor, values: Tensor) -> Tensor:
@@ -137,7 +142,7 @@ def _draws(z: Tensor, random: Tensor, temperature: float) -> dict[str, Tensor]:
     wanted = (random.sort(-1).values * mass).clamp_(max=mass * BELOW_ONE)
     group = torch.searchsorted(ends, wanted, right=True)
     before = torch.nn.functional.pad(ends, (1, 0)).gather(-1, group)
-    inside = grouped.gather(1, group[..., None].expand(-1, -1, COLUMNS)).cumsum(-1)
+    inside = _groups(grouped, group).cumsum_(-1)
     wanted = (wanted - before).float()[..., None].clamp_(max=inside[..., -1:] * BELOW_ONE)
     column = torch.searchsorted(inside, wanted, right=True).squeeze(-1)
     return {"draws": (group * COLUMNS + column).int(), "entropy": entropy.float()}

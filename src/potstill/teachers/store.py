@@ -6,8 +6,10 @@ Any number of processes may write shards into one folder at once. D documents of
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
+import mmap
 import os
 import re
 import struct
@@ -41,6 +43,7 @@ FORMAT, VERSION = "potstill cache", 1
 SHARD = re.compile(r"shard-(\d+)-([0-9a-f]{8})\.safetensors")  # bytes, crc32
 SHARD_BYTES = 128 * 2**20
 IDENTITY = ("format", "version", "kind", "signal", "teacher", "tokenizer", "chat", "piece_bytes")  # alike in all shards
+MADVISE = getattr(ctypes.CDLL(None), "madvise", None)  # a hint, where the system takes it
 DTYPES = {"U8": "u1", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 
 
@@ -64,6 +67,13 @@ class Shard:
         """Whether a document is what was written."""
         found = checksum(bytes(self.keys[number]), int(self.tokens[number]), self._bytes(number).data)
         return found == self.checksums[number]
+
+    def expect(self, number: int) -> None:
+        """Let the system fetch a document from the disk while others are looked at."""
+        here = self._bytes(number)
+        begin = here.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+        if MADVISE is not None:
+            MADVISE(ctypes.c_void_p(begin), ctypes.c_size_t(here.ctypes.data + len(here) - begin), mmap.MADV_WILLNEED)
 
     def _bytes(self, number: int) -> npt.NDArray[np.uint8]:
         return self.data[self.offsets[number] : self.offsets[number + 1]]
@@ -159,7 +169,10 @@ class Cache:
     def documents(self, keys: Sequence[str]) -> list[Document | None]:
         """The document of each key, None where there is none. Another thread may refresh the index meanwhile."""
         index = self._index
-        return [None if at < 0 else self._document(index, int(at)) for at in self._find(index, keys)]
+        found = self._find(index, keys)
+        for at in found[found >= 0]:
+            self.shards[int(index[2][at])].expect(int(index[3][at]))
+        return [None if at < 0 else self._document(index, int(at)) for at in found]
 
     def _document(self, index: tuple[npt.NDArray[np.uint64], ...], at: int) -> Document:
         _, _, owner, place = index
