@@ -29,6 +29,7 @@ from potstill.teachers.build import _batches, _by_tokens, build
 from potstill.teachers.cached import CachedTeacher
 from potstill.teachers.codec import Format, encode, read_top_k, to_bytes
 from potstill.teachers.reading import TeacherText, pieces_of
+from potstill.teachers.shelf import Shelf
 from potstill.teachers.store import Cache, Writer, create, signal_keys
 from potstill.types import Batch, Example
 
@@ -328,7 +329,7 @@ def reading(kind: str) -> Callable[[Any, Path], dict[str, Any]]:
         found: dict[str, Any] = {"index_tokens": index_tokens, "stored_tokens": stored, "document_tokens": DOCUMENT}
         cache = with_keys(Cache(folder), index_tokens // DOCUMENT)
         found["bytes"] = cache.size
-        teacher = CachedTeacher(cache, form.vocabulary, "synthetic")
+        teacher = CachedTeacher(Shelf(cache), form.vocabulary, "synthetic")
         random = np.random.default_rng(2)
         count = 512 if options.quick else 2048
         by_place = np.lexsort((cache._index[3], cache._index[2]))
@@ -363,7 +364,7 @@ def _from_disk(form: Format, folder: Path, orders: Any, asked: Any, documents: i
         gc.collect()
         forget(folder)
         cache = with_keys(Cache(folder), documents)
-        teacher = CachedTeacher(cache, form.vocabulary, "synthetic")
+        teacher = CachedTeacher(Shelf(cache), form.vocabulary, "synthetic")
         with Clock() as clock:
             for begin in range(0, len(asked[name]), 8):
                 teacher.prepare(SimpleNamespace(examples=asked[name][begin : begin + 8]))  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from potstill.losses.rows import target_logits
 from potstill.teachers.build import build
 from potstill.teachers.cached import CachedTeacher
 from potstill.teachers.foreign import example_features
+from potstill.teachers.shelf import Shelf
 from potstill.teachers.store import Cache
 from potstill.types import Example
 
@@ -182,7 +183,7 @@ def _read_parquet(path: Path, k: int) -> int:
 
 
 def _read_cache(cache: Cache, examples: list[Example]) -> int:
-    teacher, rows = CachedTeacher(cache, cache.form.vocabulary, "cache"), 0
+    teacher, rows = CachedTeacher(Shelf(cache), cache.form.vocabulary, "cache"), 0
     for begin in range(0, len(examples), 8):
         target: Any = teacher.prepare(SimpleNamespace(examples=examples[begin : begin + 8]))  # type: ignore[arg-type]
         rows += len(target.ids)

@@ -50,6 +50,13 @@ def value_at(number: Scheduled, progress: float) -> float:
     return number.at(progress) if isinstance(number, Schedule) else number
 
 
+def fixed_value(number: Scheduled) -> float | None:
+    """None: it moves over the run."""
+    if not isinstance(number, Schedule):
+        return number
+    return number.start if number.shape == "constant" or number.start == number.end else None
+
+
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -143,6 +150,15 @@ class TeacherConfig(Section):
     )
     store: StoreConfig = StoreConfig()
     across: AcrossConfig = AcrossConfig()
+    only: dict[str, str | list[str]] = Field(
+        {},
+        description="which records it teaches, by their columns, as in {domain: math} or {language: [de, fr]}; default: all",
+    )
+    prompt: str | None = Field(
+        None,
+        description="column with what it reads in place of the student's prompt: before a plain text, or as the system message "
+        "of a chat (a hint that the student does not get; with `model`, without `cache`)",
+    )
     revision: str | None = Field(None, description="hub revision")
     weight: Annotated[float, Field(gt=0)] = Field(1.0, description="weight of this teacher's loss among several")
     dtype: Dtype | Literal["auto"] = Field(
@@ -162,7 +178,14 @@ class TeacherConfig(Section):
             raise ValueError(
                 "on_missing: skip goes with a cache alone; with model beside it, what is missing is computed"
             )
+        if self.prompt is not None and self.cache is not None:
+            raise ValueError("prompt goes with model alone: a cache holds what the teacher says without it")
         return self
+
+    @property
+    def columns(self) -> list[str]:
+        """Of a record, that it needs."""
+        return [*self.only, *([self.prompt] if self.prompt is not None else [])]
 
     @property
     def name(self) -> str:
@@ -234,6 +257,12 @@ class DataConfig(Section):
         "this hardly mix",
     )
     append_eos: bool = Field(True, description="end documents and completions with the tokenizer's eos")
+    columns: list[str] = Field(
+        [], description="further columns (texts) to read; those that teachers name are read anyway"
+    )
+    workers: Positive = Field(
+        1, description="threads that prepare steps ahead for teachers: decoding caches, aligning with other tokenizers"
+    )
 
     @model_validator(mode="after")
     def _mixture(self) -> DataConfig:
@@ -259,6 +288,16 @@ class LossConfig(Section):
     temperature: Scheduled = Field(
         1.0, description="softmax temperature T of both sides; the divergence is multiplied by T² (tvd: by T)"
     )
+    several: Literal["sum", "average", "best"] = Field(
+        "sum",
+        description="with several teachers: the weighted sum of their divergences; one divergence, from the weighted mean of "
+        "their distributions (live, one tokenizer); or for each document the one to which it is likeliest",
+    )
+    confidence: Literal["ce", "entropy", "max_probability"] | None = Field(
+        None,
+        description="several: sum: weigh the teachers anew for each document, by how likely it is to them, by how sure they "
+        "are, or by the probability of their first choices",
+    )
     kd_weight: Scheduled = Field(1.0, description="weight of the divergence (α); unused when there is no teacher")
     ce_weight: Scheduled | None = Field(
         None, description="weight of the cross-entropy to the text; default: 0 with a teacher, 1 without"
@@ -266,6 +305,8 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _ranges(self) -> LossConfig:
+        if self.confidence is not None and self.several != "sum":
+            raise ValueError(f"confidence goes with several: sum, not with {self.several}")
         for key in ("temperature", "kd_weight", "ce_weight"):
             number = getattr(self, key)
             if number is None:

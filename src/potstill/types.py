@@ -6,7 +6,7 @@ Shapes: B rows of a batch, L positions, N loss rows, V vocabulary, H hidden widt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +35,7 @@ class Example:
     tools: Sequence[Any] | None = None  # that were offered in it
     spans: tuple[tuple[int, int], ...] | None = None  # characters of `text` that are supervised; None: all
     ends: npt.NDArray[np.int64] | None = None  # [L]; where each token ends in `text`, in bytes, when asked for
+    columns: Mapping[str, str] = field(default_factory=dict)  # of its record, that teachers ask for
     source: str = ""  # where it came from, for error messages: file and record
 
     @property
@@ -72,11 +73,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class DenseTarget:
-    """The teacher's distribution over its whole vocabulary: hidden states and the output head, or ready logits."""
+    """The teacher's distribution over its whole vocabulary: hidden states and the output head, or ready logits, or the mean of
+    several such distributions."""
 
     hidden: Tensor | None = None  # [N, H]
     weight: Tensor | None = None  # [V, H]
     logits: Tensor | None = None  # [N, V], instead of the two above
+    mean: Sequence[tuple[float, DenseTarget]] = ()  # instead of all the others; the shares sum to one
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
     logit_scale: float = 1.0
@@ -87,12 +90,16 @@ class DenseTarget:
     @property
     def width(self) -> int:
         """How many ids it is over."""
+        if self.mean:
+            return self.mean[0][1].width
         source = self.logits if self.logits is not None else self.weight
         assert source is not None
         return source.shape[-1] if self.logits is not None else source.shape[0]
 
     def select(self, rows: Tensor) -> DenseTarget:
         """The same head at fewer rows, outside autograd."""
+        if self.mean:
+            return replace(self, mean=[(share, part.select(rows)) for share, part in self.mean])
         hidden = None if self.hidden is None else self.hidden.detach()[rows]
         return replace(self, hidden=hidden, logits=None if self.logits is None else self.logits.detach()[rows])
 
@@ -206,7 +213,8 @@ class Teacher(Protocol):
         ...
 
     def prepare(self, batch: Batch) -> Any:
-        """What can be made ready before `targets` is called, on the host and on another thread."""
+        """What can be made ready before `targets` is called, on the host and on another thread. Has it `counts`, they are
+        logged."""
         ...
 
     def targets(self, batch: Batch, prepared: Any) -> Target:
@@ -221,10 +229,12 @@ class Teacher(Protocol):
 def _moved(record: Any, device: torch.device) -> Any:
     """A copy of a frozen dataclass with its tensors (and those of the dataclasses in it) on `device`."""
     changed: dict[str, Any] = {}
-    for field in fields(record):
-        value = getattr(record, field.name)
+    for part in fields(record):
+        value = getattr(record, part.name)
         if isinstance(value, Tensor):
-            changed[field.name] = value.to(device, non_blocking=True)
+            changed[part.name] = value.to(device, non_blocking=True)
         elif isinstance(value, Rows | Chunks | Relation | DenseTarget | TopKTarget):
-            changed[field.name] = _moved(value, device)
+            changed[part.name] = _moved(value, device)
+        elif part.name == "mean":
+            changed[part.name] = [(share, _moved(one, device)) for share, one in value]
     return replace(record, **changed)

@@ -15,31 +15,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import CPU, LLAMA, tiny
-from tiny_models import TOKENIZER, make_model, write_jsonl
+from taught import KD, answers, batches_of, data_of, relative, step, write_files
+from tiny import CPU, tiny
+from tiny_models import TOKENIZER, make_model
 
 import potstill
-from potstill.config import DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
+from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.data import Windows, collate
 from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
-from potstill.models import LanguageModel, load_student, load_teacher, shared_ids
+from potstill.models import LanguageModel, load_teacher, shared_ids
 from potstill.teachers.build import Scribe, build
 from potstill.teachers.cached import CachedTeacher
 from potstill.teachers.codec import read_sampled, read_top_k
 from potstill.teachers.inspect import coverage, verify
 from potstill.teachers.live import LiveTeacher
-from potstill.teachers.several import open_teachers, prepared, with_pieces_of
+from potstill.teachers.several import as_teachers_need, open_teachers, prepared
 from potstill.teachers.store import Cache, Writer
-from potstill.training.student import LossKnobs, StudentLoss
+from potstill.training.student import LossKnobs
 from potstill.types import DenseTarget, PotstillError
 
 TWO = {"kind": "top_k", "k": 32, "temperatures": (1.0, 2.0)}
-KD = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
-WORDS = ["union", "people", "congress", "peace", "treasury", "nation", "year", "duty", "law", "commerce"]
-
-
-def sentence(i: int, words: int) -> str:
-    return " ".join(WORDS[(i * k * k + k + i) % 10] for k in range(words))
 
 
 @pytest.fixture(scope="module")
@@ -49,33 +44,7 @@ def teacher(tiny_teacher: Path) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts, of which one is longer than a piece; prompts with completions; chats."""
-    folder = tmp_path_factory.mktemp("data")
-    texts = [{"text": f"{sentence(i, 4 + i * 5 % 14)} in {1790 + i}."} for i in range(14)]
-    write_jsonl(folder / "text.jsonl", [*texts, {"text": sentence(3, 90)}])
-    pairs = [{"q": f"Who keeps the {WORDS[i]}?", "a": f" {sentence(i, 5)}."} for i in range(5)]
-    write_jsonl(folder / "pairs.jsonl", pairs)
-    chats = [
-        [
-            {"role": "user", "content": f"What of the {WORDS[i]}?"},
-            {"role": "assistant", "content": sentence(i, 4)},
-            {"role": "user", "content": "And then?"},
-            {"role": "assistant", "content": sentence(i + 3, 5)},
-        ]
-        for i in range(5)
-    ]
-    write_jsonl(folder / "chats.jsonl", [{"chat": chat} for chat in chats])
-    return folder
-
-
-def data_of(files: Path, *kinds: str, **changes: Any) -> DataConfig:
-    sources = {
-        "text": {"files": str(files / "text.jsonl")},
-        "pairs": {"files": str(files / "pairs.jsonl"), "prompt": "q", "completion": "a"},
-        "chats": {"files": str(files / "chats.jsonl"), "messages": "chat"},
-    }
-    chosen = [sources[kind] for kind in kinds or sources]
-    return DataConfig.model_validate({"sources": chosen, "max_length": 96, "piece_bytes": 300, **changes})
+    return write_files(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -112,34 +81,6 @@ def opened(
     return found
 
 
-def batches_of(data: DataConfig, student: LanguageModel, seed: int = 0, rows: int = 4):
-    windows = Windows(data, student.tokenizer, batch_size=rows, micro_batch_size=rows, seed=seed, epochs=1)
-    return [batch for window in windows for batch in window.batches]
-
-
-def step(student: LanguageModel, batches, targets, knobs: LossKnobs = KD):
-    """Loss, and gradients of every parameter, of one optimizer step over the batches."""
-    module = StudentLoss(student)
-    module.zero_grad()
-    tokens = sum(batch.supervised_tokens for batch in batches)
-    total = 0.0
-    for batch, target in zip(batches, targets, strict=True):
-        loss, _ = module(batch, [(1.0, target)], tokens, knobs)
-        loss.backward()
-        total += loss.item()
-    return total, {name: p.grad.clone() for name, p in module.named_parameters()}
-
-
-def relative(ours, theirs) -> float:
-    """The largest distance of a parameter's gradient, as a share of its length."""
-    assert ours.keys() == theirs.keys()
-    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
-
-
-def from_cache(found: CachedTeacher, batches):
-    return [found.targets(batch, found.prepare(batch)) for batch in batches]
-
-
 def live_of(teacher: LanguageModel, student: LanguageModel) -> LiveTeacher:
     return LiveTeacher(teacher, shared_ids(student, teacher, "teachers[0]"), "tiny")
 
@@ -167,7 +108,7 @@ def test_hidden_states_give_the_live_loss_and_gradients(built, teacher, student,
     assert any(batch.packed for batch in batches) == data.packing
     live = live_of(teacher, student)
     found = opened(built(kind="hidden"), student, data)
-    loss, gradients = step(student, batches, from_cache(found, batches))
+    loss, gradients = step(student, batches, answers(found, batches))
     expected, live_gradients = step(student, batches, [live.targets(batch) for batch in batches])
     assert loss == pytest.approx(expected, rel=1e-5) and expected > 0.1
     assert relative(gradients, live_gradients) <= 1e-5
@@ -180,7 +121,7 @@ def test_hidden_states_serve_every_divergence_and_temperature(built, teacher, st
     for temperature in (1.0, 2.5):
         knobs = LossKnobs(divergence, 0.3, 0.1, temperature, 0.7, 0.4)
         found = opened(built(kind="hidden"), student, data, divergence=divergence, temperature=temperature)
-        loss, gradients = step(student, batches, from_cache(found, batches), knobs)
+        loss, gradients = step(student, batches, answers(found, batches), knobs)
         expected, live_gradients = step(student, batches, [live.targets(batch) for batch in batches], knobs)
         assert loss == pytest.approx(expected, rel=1e-5)
         assert relative(gradients, live_gradients) <= 1e-5
@@ -212,7 +153,7 @@ def test_top_k_gives_the_live_top_k_within_quantisation(built, teacher, student,
     found = opened(folder, student, data, divergence=divergence, temperature=temperature)
     batches = batches_of(data, student)
     live = [exact_top_k(live_of(teacher, student).targets(batch), 32, temperature) for batch in batches]
-    ours = from_cache(found, batches)
+    ours = answers(found, batches)
     loss, gradients = step(student, batches, ours, knobs)
     expected, live_gradients = step(student, batches, live, knobs)
     assert loss == pytest.approx(expected, rel=1e-3)
@@ -248,13 +189,13 @@ def test_top_k_targets_are_the_decoded_values(built, student, data, layout):
     found = opened(folder, student, data, temperature=2.0)
     batches = batches_of(data, student, seed=3)
     hand = []
-    for batch, target in zip(batches, from_cache(found, batches), strict=True):
+    for batch, target in zip(batches, answers(found, batches), strict=True):
         ids, logprobs, tail = by_hand(folder, batch, lambda chosen: read_top_k(chosen, 2.0))
         assert torch.equal(target.ids, ids.long()) and torch.equal(target.logprobs, logprobs)
         assert torch.equal(target.tail, tail) and target.width == len(student.tokenizer)
         hand.append(TopKTarget(ids.long(), logprobs, tail))
     knobs = replace(KD, temperature=2.0)
-    loss, gradients = step(student, batches, from_cache(found, batches), knobs)
+    loss, gradients = step(student, batches, answers(found, batches), knobs)
     expected, others = step(student, batches, hand, knobs)
     assert loss == expected
     assert all(torch.equal(gradients[name], others[name]) for name in others)
@@ -290,7 +231,7 @@ def test_sampled_gradients_converge_to_those_of_full_kd(teacher, student, files,
     for seed in range(seeds):
         folder = tmp_path / str(seed)
         build(teacher, StoreConfig(kind="sampled", draws=20, seed=seed), data, folder, name="tiny")
-        loss, gradients = step(student, batches, from_cache(opened(folder, student, data), batches))
+        loss, gradients = step(student, batches, answers(opened(folder, student, data), batches))
         losses.append(loss)
         estimates.append(torch.cat([gradients[name].flatten() for name in names]).double())
     assert len(set(losses)) == seeds
@@ -332,7 +273,7 @@ def test_padding_ids_of_the_student_take_no_part(built, student, data, kind, tem
     losses, found = [], []
     for one in (wide, narrow):
         cached = opened(built(**store), one, data, temperature=temperature)
-        loss, gradients = step(one, batches, from_cache(cached, batches), knobs)
+        loss, gradients = step(one, batches, answers(cached, batches), knobs)
         losses.append(loss)
         found.append(gradients)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -395,13 +336,13 @@ def partial(teacher, files, tmp_path_factory) -> Path:
 def test_a_missing_document_is_named_and_all_are_counted(partial, student, data):
     found = opened(partial, student, data)
     batches = batches_of(data, student)
-    expected = coverage(found.cache, data, student.tokenizer)
+    expected = coverage(found.shelf.cache, data, student.tokenizer)
     assert expected.missing == 10
     with pytest.raises(PotstillError) as caught:
         for batch in batches:
             found.prepare(batch)
     message = str(caught.value)
-    missing = next(e for batch in batches for e in batch.examples if found.cache.find([e.key])[0] < 0)
+    missing = next(e for batch in batches for e in batch.examples if found.shelf.cache.find([e.key])[0] < 0)
     assert f"the cache {partial} has no document {missing.source} ({missing.key})" in message
     assert missing.source.split(" ")[0] in message and ".jsonl" in missing.source
     assert f"10 of the {expected.documents} documents of data are not in it" in message
@@ -432,7 +373,7 @@ def test_missing_documents_that_are_skipped_are_as_if_they_were_not_there(partia
 
     texts = batches_of(data_of(files, "text"), student)
     alone = opened(partial, student, data)
-    expected, others = step(student, texts, from_cache(alone, texts))
+    expected, others = step(student, texts, answers(alone, texts))
     assert sum(b.supervised_tokens for b in kept) == sum(b.supervised_tokens for b in texts)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert relative(gradients, others) <= 1e-4
@@ -502,9 +443,9 @@ def test_a_document_longer_than_the_cache_s_teacher_could_read(teacher, student,
     build(short, StoreConfig(kind="top_k", k=4), data_of(files, "text"), tmp_path / "top", name="tiny")
     whole = batches_of(data_of(files, "text"), student)
     with pytest.raises(PotstillError, match=r"has the first 20 tokens .* set data.max_length to at most that"):
-        from_cache(opened(tmp_path / "top", student, data_of(files, "text")), whole)
+        answers(opened(tmp_path / "top", student, data_of(files, "text")), whole)
     cut = data_of(files, "text", max_length=20)
-    from_cache(opened(tmp_path / "top", student, cut), batches_of(cut, student))
+    answers(opened(tmp_path / "top", student, cut), batches_of(cut, student))
 
 
 def test_a_document_with_other_tokens_is_refused(partial, student, files):
@@ -527,14 +468,6 @@ def with_tokenizer(student: LanguageModel, change) -> LanguageModel:
     return changed
 
 
-def test_another_tokenizer_is_refused(built, data):
-    pieces = load_student(
-        StudentConfig(config={**LLAMA, "num_hidden_layers": 1}, tokenizer="shipped:tokenizers/pieces-1k"), CPU, 0
-    )
-    with pytest.raises(PotstillError, match=r"teachers\[0\]\.cache: the teacher's tokenizer is not the student's"):
-        opened(built(kind="hidden"), pieces, data)
-
-
 def test_another_end_of_documents_is_refused(built, student, data, files):
     changed = with_tokenizer(student, lambda t: setattr(t, "eos_token", "<|im_end|>"))
     with pytest.raises(
@@ -543,7 +476,7 @@ def test_another_end_of_documents_is_refused(built, student, data, files):
         opened(built(kind="hidden"), changed, data)
     for fine in (data.model_copy(update={"append_eos": False}), data_of(files, "chats")):
         found = opened(built(kind="hidden"), changed, fine)
-        from_cache(found, batches_of(fine, changed))
+        answers(found, batches_of(fine, changed))
 
 
 def test_another_chat_template_is_refused_where_there_are_chats(built, student, data, files):
@@ -570,7 +503,7 @@ def test_other_pieces_are_refused_where_there_are_texts(built, student, files):
         opened(built(kind="hidden"), student, other)
     opened(built(kind="hidden"), student, data_of(files, "pairs", piece_bytes=200))
     left_out = data_of(files, piece_bytes=None)
-    assert with_pieces_of(left_out, [TeacherConfig(cache=str(built(kind="hidden")))]).piece_bytes == 300
+    assert as_teachers_need(left_out, [TeacherConfig(cache=str(built(kind="hidden")))]).piece_bytes == 300
 
 
 @pytest.mark.parametrize(
@@ -611,7 +544,7 @@ def test_a_loss_that_the_cache_cannot_serve_is_refused(built, teacher, student, 
 )
 def test_a_loss_that_the_cache_can_serve_is_not(built, student, data, store, loss):
     found = opened(built(**store), student, data, **loss)
-    from_cache(found, batches_of(data, student)[:1])
+    answers(found, batches_of(data, student)[:1])
 
 
 def test_a_refusal_comes_before_the_run(built, files, tmp_path):
@@ -688,10 +621,10 @@ def test_a_loss_from_the_filled_cache_is_that_of_a_built_one(built, teacher, tin
     )
     (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
     batches = batches_of(data, student)
-    loss, gradients = step(student, batches, from_cache(found, batches))
+    loss, gradients = step(student, batches, answers(found, batches))
     found.close()
     from_build = opened(built(kind="hidden"), student, data)
-    expected, others = step(student, batches, from_cache(from_build, batches))
+    expected, others = step(student, batches, answers(from_build, batches))
     assert loss == pytest.approx(expected, rel=1e-5) and relative(gradients, others) <= 1e-5
     assert coverage(Cache(tmp_path / "filled"), data, student.tokenizer).missing == 0
 
@@ -720,7 +653,7 @@ def test_documents_move_from_memory_to_the_disk_while_they_are_read(
     batch = batches_of(data, student)[0]
     before = found.targets(batch, None)
     looking = Cache.documents
-    writer: Writer = found._scribe.writer
+    writer: Writer = found.shelf._scribe.writer
 
     def flushed_after(self, keys):
         result = looking(self, keys)
@@ -746,7 +679,7 @@ def test_what_another_process_added_is_used(teacher, tiny_teacher, student, data
         raise AssertionError("computed again")
 
     monkeypatch.setattr(Scribe, "write", never)
-    from_cache(found, batches)
+    answers(found, batches)
     found.targets(batches[0], None)
     found.close()
 
@@ -772,7 +705,7 @@ def test_threads_that_read_while_the_cache_grows(teacher, tiny_teacher, student,
     try:
         for batch in batches:
             found.targets(batch, None)
-            found._scribe._worker.submit(found._scribe._flush).result()
+            found.shelf._scribe._worker.submit(found.shelf._scribe._flush).result()
     finally:
         done.set()
         thread.join()

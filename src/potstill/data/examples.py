@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -39,6 +39,7 @@ class Piece:
     dropped: bool = False
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Any] | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
 
 
@@ -96,6 +97,18 @@ def cut_text(text: str, most: int) -> list[str]:
 
 def piece_maker(data: DataConfig, source: SourceConfig, key: str, tokenizer: Any) -> Pieces:
     """The function that turns a record of `source`, and where it is, into pieces."""
+    maker = _maker(data, source, key, tokenizer)
+    if not data.columns:
+        return maker
+
+    def with_columns(record: Mapping[str, Any], where: str) -> Iterator[Piece]:
+        columns = {column: _text(record, column, where) for column in data.columns}
+        return (replace(piece, columns=columns) for piece in maker(record, where))
+
+    return with_columns
+
+
+def _maker(data: DataConfig, source: SourceConfig, key: str, tokenizer: Any) -> Pieces:
     if source.kind == "messages":
         renderer = ChatRenderer(tokenizer, source.chat_template_kwargs, key)
         return lambda record, where: _chat_pieces(record, where, source, renderer)
@@ -254,6 +267,7 @@ class Encoder:
             supervised_bytes=_bytes_covered(piece.text, with_bytes),
             messages=piece.messages,
             tools=piece.tools,
+            columns=piece.columns,
             spans=piece.spans,
             ends=_byte_ends(piece.text, spans[:, 1]) if self._ends else None,
             source=piece.source,

@@ -108,7 +108,7 @@ class Windows:
         )
         self._state = state if state is not None else _beginning(len(data.sources))
         sources = [
-            Source(config, f"{key}.sources[{index}]", seed=seed, shuffle=data.shuffle)
+            Source(config, f"{key}.sources[{index}]", seed=seed, shuffle=data.shuffle, further=data.columns)
             for index, config in enumerate(data.sources)
         ]
         self._blocks = _open(data, sources, tokenizer, seed, epochs, self._state["start"], key)

@@ -40,14 +40,16 @@ def first_line(error: Exception) -> str:
 
 
 class Source:
-    """One entry of `data.sources`. `key` is its place in the recipe, for messages."""
+    """One entry of `data.sources`. `key` is its place in the recipe, for messages; `further` are columns that teachers read."""
 
-    def __init__(self, config: SourceConfig, key: str, *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, config: SourceConfig, key: str, *, seed: int, shuffle: bool, further: Sequence[str] = ()
+    ) -> None:
         self.config = config
         self.key = key
         self.seed = seed
         self.shuffle = shuffle
-        self.columns = _columns(config)
+        self.columns = dict.fromkeys(further, "columns") | _columns(config)
         self._dataset: Any = None
         self._dataset_fingerprint = ""
         self._paths = _paths(config.files, key) if config.files is not None else []

@@ -1,6 +1,6 @@
 """Losses over rows. A loss never sees a mask, a pad id or a label of -100."""
 
-from potstill.losses.compare import RowStats, compare_rows, label_logprobs
+from potstill.losses.compare import RowStats, compare_rows, label_logprobs, row_confidence, shared_mass
 from potstill.losses.divergences import DIVERGENCES
 from potstill.losses.fused import FusedLoss, fused_linear_kd
 from potstill.losses.kd import KDLoss
@@ -18,4 +18,6 @@ __all__ = [
     "compare_rows",
     "fused_linear_kd",
     "label_logprobs",
+    "row_confidence",
+    "shared_mass",
 ]

@@ -17,7 +17,7 @@ CROSS_METHODS = ("shared", "projection", "chunk", "uld")  # those of losses/cros
 def check_call(
     hidden: Tensor,
     weight: Tensor,
-    targets: Sequence[tuple[float, Target]],
+    targets: Sequence[tuple[float | Tensor, Target]],
     *,
     labels: Tensor | None,
     row_weight: Tensor | None,
@@ -54,7 +54,9 @@ def check_call(
         raise ValueError(f"row_weight {list(row_weight.shape)} must be [{n}], one a row")
     if row_weight is not None and not row_weight.is_floating_point():
         raise ValueError(f"row_weight must be floating point, not {row_weight.dtype}")
-    for _, target in targets:
+    for share, target in targets:
+        if isinstance(share, Tensor) and share.shape != (n,):
+            raise ValueError(f"the weight of a target {list(share.shape)} must be a number, or [{n}], one a row")
         if isinstance(target, DenseTarget):
             _check_dense(target, n, v, sharded)
         elif isinstance(target, TopKTarget | SampledTarget) and target.width is not None and target.width < 1:
@@ -102,6 +104,16 @@ def _check_entries(ids: Tensor, values: Tensor, n: int, name: str) -> None:
 
 
 def _check_dense(target: DenseTarget, n: int, v: int, sharded: bool) -> None:
+    if target.mean:
+        shares, widths = sum(share for share, _ in target.mean), {part.width for _, part in target.mean}
+        if abs(shares - 1) > 1e-6 or min(share for share, _ in target.mean) <= 0 or len(widths) > 1:
+            raise ValueError(
+                f"the distributions of a mean must have shares above 0 that sum to 1, not to {shares:g}, and be over as many "
+                f"ids, not over {sorted(widths)}"
+            )
+        for _, part in target.mean:
+            _check_dense(part, n, v, sharded)
+        return
     source = target.logits if target.logits is not None else target.hidden
     if source is None or (target.logits is None and target.weight is None):
         raise ValueError("a DenseTarget needs hidden and weight, or logits")

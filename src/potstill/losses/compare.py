@@ -88,3 +88,66 @@ def label_logprobs(target: DenseTarget, labels: Tensor, temperature: float = 1.0
         logp = log_probs(target_logits(target, rows).div_(temperature))
         parts.append(logp.gather(-1, labels[rows, None]).squeeze(-1))
     return torch.cat(parts)
+
+
+Confidence = tuple[Tensor, Tensor, Tensor]  # values, the rows they are at, and how many rows each stands for
+
+
+@torch.no_grad()
+def row_confidence(target: Target, labels: Tensor, what: str) -> Confidence | None:
+    """How sure a teacher is: `ce`, the log-probabilities of the text itself; `entropy`, minus its entropy; `max_probability`,
+    that of its first choice. None: it cannot be told."""
+    if isinstance(target, CrossTarget):
+        return _chunk_confidence(target, what)
+    if isinstance(target, SampledTarget):
+        return None
+    values = _confidence(target, labels, what)
+    return values, torch.arange(len(labels), device=labels.device), torch.ones_like(values)
+
+
+def _chunk_confidence(target: CrossTarget, what: str) -> Confidence | None:
+    chunks = target.chunks
+    if what == "ce":
+        first = target.logprob
+        if isinstance(target.start, DenseTarget):
+            first = label_logprobs(target.start, target.token)
+        rows = torch.ones_like(target.inner).index_add_(
+            0, chunks.owner, torch.ones_like(chunks.owner, dtype=torch.float32)
+        )
+        return first + target.inner, chunks.first, rows
+    if target.start is None:
+        return None
+    values = _confidence(target.start, target.token, what)
+    return values, chunks.first, torch.ones_like(values)
+
+
+def _confidence(target: DenseTarget | TopKTarget, labels: Tensor, what: str) -> Tensor:
+    if isinstance(target, TopKTarget):
+        logp = torch.cat([target.logprobs, target.tail[:, None]], -1).clamp(min=LOG_FLOOR)
+        if what == "ce":  # what is not among the entries is as likely as the rest at most
+            own = target.ids == labels[:, None]
+            entry = target.logprobs.masked_fill(~own, -torch.inf).amax(-1)
+            return torch.where(own.any(-1), entry, target.tail).clamp(min=LOG_FLOOR)
+        return (logp.exp() * logp).sum(-1) if what == "entropy" else target.logprobs.amax(-1).exp()
+    if what == "ce":
+        return label_logprobs(target, labels)
+    chunk = max(16, CHUNK_BYTES // (4 * target.width))
+    parts = [torch.zeros(0, device=labels.device)]
+    for start in range(0, labels.shape[0], chunk):
+        logp = log_probs(target_logits(target, slice(start, start + chunk)))
+        parts.append((logp.exp() * logp).sum(-1) if what == "entropy" else logp.amax(-1).exp())
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def shared_mass(target: CrossTarget, most: int) -> Tensor:
+    """The teacher's mass on ids that the student has too, at a sample of chunks [at most `most`]."""
+    start, count = target.start, target.token.shape[0]
+    if start is None or not count:
+        return torch.zeros(0, device=target.token.device)
+    chosen = torch.arange(0, count, max(1, count // most), device=target.token.device)[:most]
+    some = start.select(chosen)
+    if isinstance(some, TopKTarget):
+        return (some.logprobs.exp() * (target.relation.place_teacher[some.ids] >= 0)).sum(-1)
+    logp = log_probs(target_logits(some, slice(None)))
+    return logp.index_select(1, target.relation.teacher).exp().sum(-1)

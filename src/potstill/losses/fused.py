@@ -36,7 +36,7 @@ class FusedLoss(NamedTuple):
 def fused_linear_kd(
     hidden: Tensor,
     weight: Tensor,
-    target: Target | Sequence[tuple[float, Target]] | None,
+    target: Target | Sequence[tuple[float | Tensor, Target]] | None,
     *,
     labels: Tensor | None = None,
     row_weight: Tensor | None = None,
@@ -56,8 +56,9 @@ def fused_linear_kd(
     """Distillation and cross-entropy loss of `hidden` [N, H] through the output head `weight` [V, H].
 
     `target` may be a sequence of (weight, target) pairs, for several teachers over one head product; `kd` is then their
-    weighted sum. A dense target narrower than V leaves the student's further ids (padding of the vocabulary) out of the
-    divergence's softmax; the cross-entropy is always over all of V.
+    weighted sum. A weight may be a tensor [N], one a row (the same for all rows of a chunk of a `CrossTarget`). A dense target
+    narrower than V leaves the student's further ids (padding of the vocabulary) out of the divergence's softmax; the
+    cross-entropy is always over all of V.
 
     `entropy_gate`: where the teacher's entropy, as a share of the largest possible one, is g, the row's divergence is
     (1 − g^gate) of the chosen one and g^gate of forward KL: the less sure the teacher, the more of its spread is learnt.
@@ -167,7 +168,7 @@ def _chunks(
         start, count = chunk.start, chunk.stop - chunk.start
         logits = head_logits(hidden[chunk], weight_h, bias, None, call.logit_scale, out=student[:count])
         ready = [
-            target_logits(target, chunk, out=buffer[:count])
+            target_logits(target, chunk, buffer[:count], call.temperature, call.columns)
             if isinstance(target, DenseTarget) and buffer is not None
             else None
             for (_, target), buffer in zip(call.targets, teachers, strict=True)
@@ -221,7 +222,8 @@ def _room_for(target: Target | Opened, place: int, rows: int, compute: torch.dty
     """Room for a chunk of a dense teacher's logits; the divergence works in it, so ready logits are copied there too."""
     if not isinstance(target, DenseTarget):
         return None
-    source = target.logits if target.logits is not None else target.hidden
+    part = target.mean[0][1] if target.mean else target
+    source = part.logits if part.logits is not None else part.hidden
     assert source is not None
     return _room(place, rows, target.width, compute, source.device)
 

@@ -45,7 +45,7 @@ class Opened(Protocol):
 class Call:
     """Everything of a call that is not differentiated."""
 
-    targets: Sequence[tuple[float, Target | Opened]]
+    targets: Sequence[tuple[float | Tensor, Target | Opened]]
     labels: Tensor | None
     row_weight: Tensor
     divergence: str
@@ -97,14 +97,36 @@ def head_logits(
     return logits
 
 
-def target_logits(target: DenseTarget, rows: slice, out: Tensor | None = None) -> Tensor:
-    """A dense teacher's logits at some rows."""
+def target_logits(
+    target: DenseTarget,
+    rows: slice,
+    out: Tensor | None = None,
+    temperature: float = 1.0,
+    columns: Columns | None = None,
+) -> Tensor:
+    """A dense teacher's logits at some rows. The mean of several is one at a temperature."""
+    if target.mean:
+        mean = _mean_log_probs(target, rows, temperature, columns).mul_(temperature)
+        return mean if out is None else out.copy_(mean)
     if target.logits is not None:
         logits = target.logits[rows]
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) if out is None else out.copy_(logits)
     assert target.hidden is not None and target.weight is not None
     weight = target.weight.to(target.hidden.dtype)
     return head_logits(target.hidden[rows], weight, target.bias, target.softcap, target.logit_scale, out)
+
+
+def _mean_log_probs(target: DenseTarget, rows: slice, temperature: float, columns: Columns | None) -> Tensor:
+    columns = columns or Columns(target.width, target.width)
+    total: Tensor | None = None
+    for share, part in target.mean:
+        logp = target_logits(part, rows).div_(temperature)
+        (largest,) = columns.largest(logp.amax(-1) if logp.shape[1] else logp.new_full(logp.shape[:1], -math.inf))
+        (mass,) = columns.total(logp.sub_(largest[:, None]).exp().sum(-1))
+        logp.sub_(mass.log_()[:, None]).add_(math.log(share))
+        total = logp if total is None else torch.logaddexp(total, logp, out=total)
+    assert total is not None
+    return total
 
 
 def log_probs(logits: Tensor) -> Tensor:
@@ -138,6 +160,7 @@ def loss_of_rows(
     for (share, target), teacher in zip(call.targets, teachers, strict=True):
         work = z if grad is z else scratch("work", b, v).copy_(z)
         value, factor = _divergence(work, teacher, target, rows, call, scratch, ready)
+        share = share[rows].to(z.dtype) if isinstance(share, Tensor) else share
         kd += share * value
         weight = (row_weight * (share * factor * call.kd_weight))[:, None]
         grad.mul_(weight) if grad is z else grad.addcmul_(work, weight)

@@ -76,8 +76,8 @@ class Columns:
 
 
 def shared_columns(
-    size: int, targets: Sequence[tuple[float, Target]], group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[Columns, tuple[tuple[float, Target], ...], bool]:
+    size: int, targets: Sequence[tuple[float | Tensor, Target]], group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[Columns, tuple[tuple[float | Tensor, Target], ...], bool]:
     """This rank's columns, the targets cut to them, and whether every dense target is over all of the student's ids.
 
     A dense target that is whole on every rank (wider than any slice of the head) is narrowed to this rank's columns. The host
@@ -112,6 +112,8 @@ def shared_columns(
 
 def _narrowed(target: DenseTarget, start: int, width: int) -> DenseTarget:
     """The same teacher over some of its ids; views, no copies."""
+    if target.mean:
+        return replace(target, mean=[(share, _narrowed(part, start, width)) for share, part in target.mean])
     return replace(
         target,
         weight=None if target.weight is None else target.weight.narrow(0, min(start, target.width), width),

@@ -1,205 +1,87 @@
-"""A teacher with another tokenizer: it reads the same text in its own tokens, and answers at chunks that cover the same bytes.
-
-Alignment happens on the prefetch thread. C chunks, T teacher tokens that come after the first ones of their chunks.
+"""Teachers with another tokenizer than the student's: they read the same text in their own tokens, and answer at chunks that
+cover the same bytes. Alignment happens on the prefetch thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from potstill.config import AcrossConfig
+from potstill.config import AcrossConfig, LossConfig, fixed_value
 from potstill.data import Piece, collate
 from potstill.losses import label_logprobs
 from potstill.models import LanguageModel
+from potstill.teachers.cached import hidden_rows, load_head
+from potstill.teachers.codec import Chosen, Document, Format, read_chosen, read_top_k
+from potstill.teachers.pairing import Aligned, Pairing, align_rows
 from potstill.teachers.reading import TeacherText, piece_of
-from potstill.text import Alignment, TokenTable, align_batch, align_spans, vocab_map
+from potstill.teachers.shelf import Shelf
 from potstill.text.chat import ChatRenderer
-from potstill.types import Batch, Chunks, CrossTarget, DenseTarget, Example, PotstillError, Relation
-
-Ints = npt.NDArray[np.int64]
-
-
-class Pairing:
-    """A student's tokenizer and a teacher's: how texts line up, and how the vocabularies relate."""
-
-    def __init__(self, student: Any, teacher: Any, across: AcrossConfig) -> None:
-        self.across = across
-        self.student, self.teacher = TokenTable.from_tokenizer(student), TokenTable.from_tokenizer(teacher)
-        self._ends = tuple({t.eos_token_id} - {None} for t in (student, teacher))
-        self._relations: dict[torch.device, Relation] = {}
-
-    @cached_property
-    def map(self) -> Any:
-        return vocab_map(self.student, self.teacher, decay=self.across.decay)
-
-    def relation(self, device: torch.device) -> Relation:
-        if device not in self._relations:
-            self._relations[device] = relation_of(self.map).to(device)
-        return self._relations[device]
-
-    def chunks(self, examples: Sequence[Example], read: Sequence[Example]) -> list[npt.NDArray[np.int64]]:
-        """For each document the chunks that may enter a loss, [chunks, 4]: student start and end, teacher start and end, in
-        tokens. All of a chunk's student tokens are supervised, and the teacher has something before its first one."""
-        found: list[Alignment | None] = [None] * len(examples)
-        plain = [i for i, example in enumerate(examples) if example.messages is None]
-        for i in set(range(len(examples))) - set(plain):
-            found[i] = self._conversation(examples[i], read[i])
-        teacher_ids = [self._without_end(examples[i], read[i]) for i in plain]
-        aligned = align_batch([examples[i].ids for i in plain], teacher_ids, self.student, self.teacher)
-        for i, alignment in zip(plain, aligned, strict=True):
-            found[i] = alignment
-        return [self._kept(a, example) for a, example in zip(found, examples, strict=True) if a is not None]
-
-    def _kept(self, alignment: Alignment, example: Example) -> Ints:
-        kept = alignment.supervised(example.supervised) & (alignment.teacher_start > 0) & (alignment.student_start > 0)
-        columns = (alignment.student_start, alignment.student_end, alignment.teacher_start, alignment.teacher_end)
-        result: Ints = np.stack(columns, -1)[kept].astype(np.int64)
-        return result
-
-    def _without_end(self, example: Example, read: Example) -> npt.NDArray[Any]:
-        """The teacher's ids, without an eos that the student's text does not have: it goes on in another piece."""
-        ours, theirs = self._ends
-        goes_on = len(example.ids) and int(example.ids[-1]) not in ours
-        return read.ids[:-1] if goes_on and len(read.ids) and int(read.ids[-1]) in theirs else read.ids
-
-    def _conversation(self, example: Example, read: Example) -> Alignment:
-        """Turn by turn: templates put other words around them."""
-        ours, theirs = _runs(example.supervised), _runs(read.supervised)
-        if len(ours) > len(theirs):
-            raise PotstillError(
-                f"{example.source} ({example.key}): the student's chat template shows {len(ours)} assistant turns of it and "
-                f"the teacher's {len(theirs)}, so they cannot be matched"
-            )
-        spans = [(*a, *b) for a, b in zip(ours, theirs, strict=False)]
-        return align_spans(example.ids, read.ids, self.student, self.teacher, spans)
-
-
-def _runs(supervised: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], supervised, [False]]).astype(np.int8)))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
-
-
-def relation_of(found: Any) -> Relation:
-    """A `VocabMap` as the losses use it."""
-    students, teachers = found.shape
-    student, teacher = found.student.astype(np.int64), found.teacher.astype(np.int64)
-    alone = [np.setdiff1d(np.arange(size), ids) for size, ids in ((students, student), (teachers, teacher))]
-    places = []
-    for size, ids, others in ((students, student, alone[0]), (teachers, teacher, alone[1])):
-        place = np.zeros(size, dtype=np.int64)
-        place[ids], place[others] = np.arange(len(ids)), -1 - np.arange(len(others))
-        places.append(place)
-    counts = np.diff(found.indptr)
-    hosts: dict[str, Ints] = {
-        "student": student,
-        "student_alone": alone[0],
-        "start": np.repeat(np.arange(students), counts),
-        "unmapped": np.flatnonzero(counts == 0),
-    }
-    return Relation(
-        student=torch.from_numpy(student),
-        teacher=torch.from_numpy(teacher),
-        student_alone=torch.from_numpy(alone[0]),
-        teacher_alone=torch.from_numpy(alone[1]),
-        place_student=torch.from_numpy(places[0]),
-        place_teacher=torch.from_numpy(places[1]),
-        start=torch.from_numpy(hosts["start"]),
-        end=torch.from_numpy(found.indices.astype(np.int64)),
-        value=torch.from_numpy(found.values),
-        unmapped=torch.from_numpy(hosts["unmapped"]),
-        hosts=hosts,
-    )
-
-
-@dataclass(frozen=True)
-class Aligned:
-    """The chunks of a batch, before the teacher has said anything."""
-
-    chunks: Chunks
-    document: Ints  # [C]; of each chunk
-    begin: Ints  # [C]; its first teacher token, in the document …
-    token: Ints  # [C]; … which is this
-    inner: Ints  # [T]; its other teacher tokens, in their documents …
-    inner_token: Ints  # [T]; … which are these …
-    inner_owner: Ints  # [T]; … of these chunks
-    counts: Mapping[str, int]
-
-
-def align_rows(pairing: Pairing, batch: Batch, read: Sequence[Example]) -> Aligned:
-    """The rows of a batch as chunks. `read`: its documents in the teacher's tokens."""
-    kept = pairing.chunks(batch.examples, read)
-    document = np.repeat(np.arange(len(kept)), [len(k) for k in kept])
-    s0, s1, t0, t1 = np.concatenate([*kept, np.zeros((0, 4), dtype=np.int64)]).T
-    before = np.concatenate([[0], np.cumsum([example.supervised_tokens for example in batch.examples])])
-    row_of = [np.cumsum(e.supervised) - 1 + begin for e, begin in zip(batch.examples, before[:-1], strict=True)]
-    first = np.concatenate([NONE, *(rows[k[:, 0]] for rows, k in zip(row_of, kept, strict=True))])
-    owner, step = _expanded(s1 - s0 - 1)
-    teacher_owner, teacher_step = _expanded(t1 - t0 - 1)
-    inner = (first[owner] + 1 + step).astype(np.int64)
-    place = (t0[teacher_owner] + 1 + teacher_step).astype(np.int64)
-    ids = [np.asarray(example.ids, dtype=np.int64) for example in read]
-    flat = np.concatenate([NONE, *ids])
-    starts = np.concatenate([[0], np.cumsum([len(i) for i in ids])])
-    return Aligned(
-        Chunks(torch.from_numpy(first), torch.from_numpy(inner), torch.from_numpy(owner), first, inner),
-        document,
-        t0,
-        flat[starts[document] + t0],
-        place,
-        flat[starts[document[teacher_owner]] + place],
-        teacher_owner,
-        {
-            "chunks": len(first),
-            "one_to_one": int(((s1 - s0 == 1) & (t1 - t0 == 1)).sum()),
-            "tokens_in_chunks": int((s1 - s0).sum()),
-        },
-    )
-
-
-NONE: Ints = np.zeros(0, dtype=np.int64)
-
-
-def _expanded(counts: Ints) -> tuple[Ints, Ints]:
-    """For each of `counts` so many entries: whose they are, and 0, 1, 2 …"""
-    owner = np.repeat(np.arange(len(counts)), counts)
-    begins = np.cumsum(counts) - counts
-    return owner, np.arange(len(owner)) - begins[owner]
+from potstill.types import Batch, CrossTarget, DenseTarget, Example, PotstillError, TopKTarget
 
 
 class Rereader:
-    """Examples of the student's as the teacher reads them."""
+    """Examples of the student's as the teacher reads them. `prompt`: the column with what it reads first, and the student
+    does not."""
 
-    def __init__(self, tokenizer: Any, positions: int | None, kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: Any, positions: int | None, kwargs: Mapping[str, Any], prompt: str | None = None
+    ) -> None:
         self._text = TeacherText(tokenizer, positions)
-        self._tokenizer, self._kwargs = tokenizer, kwargs
+        self._tokenizer, self._kwargs, self._prompt = tokenizer, kwargs, prompt
         self._renderer: ChatRenderer | None = None
 
     def __call__(self, examples: Sequence[Example]) -> list[Example]:
-        read = self._text([self._piece(example) for example in examples])
-        blank = np.zeros(0, dtype=np.int32)
-        nothing = Example("", "", blank, blank.astype(np.bool_), 0)
-        return [nothing if example is None else example for example in read]
+        read = self._text([self.piece(example) for example in examples])
+        return [_NOTHING if example is None else example for example in read]
 
-    def _piece(self, example: Example) -> Piece:
-        piece = piece_of(example)
-        if example.messages is None:
+    def piece(self, example: Example) -> Piece:
+        piece, prompt = piece_of(example), None if self._prompt is None else example.columns[self._prompt]
+        if example.messages is not None:
+            return self._conversation(piece, example, prompt)
+        if prompt is None:
             return piece
+        # In place of the prompt that the student reads, where there is one.
+        begin = 0 if example.spans is None else example.spans[0][0]
+        text = prompt + example.text[begin:]
+        return replace(piece, text=text, spans=((len(prompt), len(text)),))
+
+    def _conversation(self, piece: Piece, example: Example, prompt: str | None) -> Piece:
+        assert example.messages is not None
+        messages = list(example.messages)
+        if prompt is not None:
+            others = messages[1:] if messages[0]["role"] == "system" else messages
+            messages = [{"role": "system", "content": prompt}, *others]
         if self._renderer is None:
             self._renderer = ChatRenderer(self._tokenizer, self._kwargs, "teachers")
-        rendered = self._renderer.render(example.messages, example.tools, example.source)
+        rendered = self._renderer.render(messages, example.tools, example.source)
         return replace(piece, text=rendered[0].text, spans=rendered[0].spans)
 
 
+_NOTHING = Example("", "", np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_), 0)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a teacher's answers to a batch's chunks stand: what predicts each chunk's first token, and its other ones."""
+
+    batch: Batch
+    found: Aligned
+    first: Tensor  # int64 [C]
+    inner: Tensor  # int64 [T]
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self.found.counts
+
+
 class AlignedTeacher:
-    """A frozen model with another tokenizer than the student's."""
+    """A frozen model with another tokenizer than the student's, or with another text to read before the same one."""
 
     def __init__(
         self,
@@ -210,19 +92,19 @@ class AlignedTeacher:
         *,
         temperature: float = 1.0,
         kwargs: Mapping[str, Any] | None = None,
+        prompt: str | None = None,
     ) -> None:
         self.language_model = language_model
         self.name = name
         self.weight = weight
-        self.counts: dict[str, int] = {}
         self._pairing = pairing
         self._temperature = temperature
-        self._reread = Rereader(language_model.tokenizer, language_model.positions, kwargs or {})
+        self._reread = Rereader(language_model.tokenizer, language_model.positions, kwargs or {}, prompt)
 
     def lacks(self, batch: Batch) -> Sequence[int]:
         return ()
 
-    def prepare(self, batch: Batch) -> tuple[Batch, Aligned, Tensor, Tensor]:
+    def prepare(self, batch: Batch) -> Rows:
         """The teacher's own batch, the chunks, and where in that batch their tokens are predicted."""
         read = self._reread(batch.examples)
         found = align_rows(self._pairing, batch, read)
@@ -230,23 +112,131 @@ class AlignedTeacher:
         width = theirs.input_ids.shape[1]
         first = found.document * width + found.begin - 1
         inner = found.document[found.inner_owner] * width + found.inner - 1
-        for name, value in found.counts.items():
-            self.counts[name] = self.counts.get(name, 0) + value
-        return theirs, found, torch.from_numpy(first), torch.from_numpy(inner)
+        return Rows(theirs, found, torch.from_numpy(first), torch.from_numpy(inner))
 
     @torch.no_grad()
-    def targets(self, batch: Batch, prepared: tuple[Batch, Aligned, Tensor, Tensor]) -> CrossTarget:
-        theirs, found, first, inner = prepared
+    def targets(self, batch: Batch, prepared: Rows) -> CrossTarget:
         device = batch.input_ids.device
-        positions = torch.cat([first, inner]).to(device)
-        hidden = self.language_model.hidden(theirs.to(device), positions)
+        positions = torch.cat([prepared.first, prepared.inner]).to(device)
+        hidden = self.language_model.hidden(prepared.batch.to(device), positions)
         at_first, at_inner = (
-            self.language_model.at_rows(h, len(self._pairing.teacher)) for h in hidden.split([len(first), len(inner)])
+            self.language_model.at_rows(h, len(self._pairing.teacher))
+            for h in hidden.split([len(prepared.first), len(prepared.inner)])
         )
-        return cross_target(self._pairing, found, at_first, at_inner, device, self._temperature)
+        return cross_target(self._pairing, prepared.found, at_first, at_inner, device, self._temperature)
 
     def close(self) -> None:
         """It keeps nothing."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The chunks of a batch with what a cache holds about them, on the host."""
+
+    found: Aligned
+    hidden: tuple[Tensor, Tensor] | None = None  # of kind hidden: at first tokens [C, H] and at the others [T, H]
+    start: TopKTarget | None = None
+    logprob: Tensor | None = None  # [C]
+    inner: Tensor | None = None  # [C]
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self.found.counts
+
+
+class AlignedCached:
+    """A teacher on disk with another tokenizer than the student's."""
+
+    def __init__(
+        self, shelf: Shelf, pairing: Pairing, name: str, weight: float = 1.0, *, temperature: float = 1.0
+    ) -> None:
+        self.name = name
+        self.weight = weight
+        self.shelf = shelf
+        self.form = shelf.cache.form
+        self._pairing = pairing
+        self._temperature = temperature
+        self._head: dict[torch.device, DenseTarget] = {}
+
+    def lacks(self, batch: Batch) -> Sequence[int]:
+        return self.shelf.lacks(batch)
+
+    def prepare(self, batch: Batch) -> Decoded | None:
+        """None when some of it is still to be computed."""
+        documents = self.shelf.documents(batch.examples)
+        if documents is None:
+            return None
+        read = [_as_read(d, example) for d, example in zip(documents, batch.examples, strict=True)]
+        found = align_rows(self._pairing, batch, read)
+        first = _chosen(documents, found.document, found.begin)
+        inner = _chosen(documents, found.document[found.inner_owner], found.inner)
+        if self.form.kind == "hidden":
+            return Decoded(found, hidden=(hidden_rows(first), hidden_rows(inner)))
+        start = None
+        logprob = torch.from_numpy(read_chosen(first))
+        if self._pairing.across.method != "chunk":
+            ids, logprobs, tail = map(torch.from_numpy, read_top_k(first, self._temperature))
+            start = TopKTarget(ids.long(), logprobs, tail)
+            logprob = _agreeing(start, torch.from_numpy(found.token), logprob)
+        owner = torch.from_numpy(found.inner_owner)
+        sums = torch.zeros(len(logprob)).index_add_(0, owner, torch.from_numpy(read_chosen(inner)))
+        return Decoded(found, start=start, logprob=logprob, inner=sums)
+
+    @torch.no_grad()
+    def targets(self, batch: Batch, prepared: Decoded | None) -> CrossTarget:
+        if prepared is None:
+            self.shelf.compute(batch.examples)
+            prepared = self.prepare(batch)
+        assert prepared is not None
+        device, found = batch.input_ids.device, prepared.found
+        if prepared.hidden is not None:
+            head = self._head_on(device)
+            at_first, at_inner = (replace(head, hidden=h.to(device, non_blocking=True)) for h in prepared.hidden)
+            return cross_target(self._pairing, found, at_first, at_inner, device, self._temperature)
+        assert prepared.logprob is not None and prepared.inner is not None
+        return CrossTarget(
+            self._pairing.across.method,
+            found.chunks.to(device),
+            self._pairing.relation(device),
+            None if prepared.start is None else prepared.start.to(device),
+            torch.from_numpy(found.token).to(device),
+            prepared.logprob.to(device),
+            prepared.inner.to(device),
+            self._pairing.across.chunk_temperature,
+        )
+
+    def close(self) -> None:
+        self.shelf.close()
+
+    def _head_on(self, device: torch.device) -> DenseTarget:
+        if device not in self._head:
+            self._head[device] = load_head(self.shelf.cache.folder, len(self._pairing.teacher)).to(device)
+        return self._head[device]
+
+
+def _as_read(document: Document, example: Example) -> Example:
+    """A stored document as the teacher read it."""
+    return replace(example, ids=document.tokens.astype(np.int32), supervised=document.predicted, ends=None)
+
+
+def _chosen(documents: Sequence[Document], owner: Any, place: Any) -> Chosen:
+    """Of each document the rows that predict the tokens at `place`; `owner`: whose they are, in order."""
+    bounds = np.searchsorted(owner, np.arange(len(documents) + 1))
+    chosen = []
+    for i, document in enumerate(documents):
+        at = place[bounds[i] : bounds[i + 1]]
+        if not document.predicted[at].all():
+            raise PotstillError("the cache does not hold all of a document's supervised tokens: build it anew")
+        chosen.append((document, np.cumsum(document.predicted)[at] - 1))
+    return chosen
+
+
+def _agreeing(start: TopKTarget, token: Tensor, logprob: Tensor) -> Tensor:
+    """The first tokens' log-probabilities, as the entries have them, or no larger than the rest that they are part of: the two
+    were rounded apart, and masses must sum to one."""
+    own = start.ids == token[:, None]
+    entry = start.logprobs.masked_fill(~own, -torch.inf).amax(-1)
+    return torch.where(own.any(-1), entry, torch.minimum(logprob, start.tail))
 
 
 def cross_target(
@@ -273,3 +263,35 @@ def cross_target(
         inner,
         pairing.across.chunk_temperature,
     )
+
+
+def check_across(across: AcrossConfig, loss: LossConfig, where: str, form: Format | None = None) -> float:
+    """The loss's temperature, where a teacher with another tokenizer can serve it. `form`: of its cache."""
+    temperature = fixed_value(loss.temperature)
+    one = across.method == "chunk" or (form is not None and form.kind != "hidden")
+    if temperature is None or (one and temperature != 1.0):
+        what = "moves over the run" if temperature is None else f"is {temperature:g}"
+        why = (
+            "the likelihood of a chunk of tokens is at one temperature"
+            if temperature is None
+            else "the method chunk compares likelihoods of text, which are at 1"
+            if across.method == "chunk"
+            else "the cache has the likelihoods of tokens at 1 only (one of kind hidden serves any temperature)"
+        )
+        raise PotstillError(f"{where}: the teacher has another tokenizer and loss.temperature {what}; {why}")
+    if form is not None and (form.kind == "sampled" or (form.kind == "chosen" and across.method != "chunk")):
+        what, how = (
+            ("draws of the teacher's own tokens, which say nothing about chunks", "")
+            if form.kind == "sampled"
+            else ("only how likely the text's own tokens were", ", or learn from it with across.method: chunk")
+        )
+        raise PotstillError(
+            f"{where}: the teacher has another tokenizer, and the cache holds {what}: build one of kind top_k or hidden{how}"
+        )
+    if form is not None and form.kind == "top_k" and across.method != "chunk" and 1.0 not in form.temperatures:
+        known = ", ".join(f"{t:g}" for t in form.temperatures)
+        raise PotstillError(
+            f"{where}: the cache knows the mass of what it left out at {known} only, and a teacher with another tokenizer is "
+            "read at 1: build one with --temperature 1, or of kind hidden"
+        )
+    return temperature

@@ -1,4 +1,4 @@
-"""A teacher whose signal is on disk; with a model beside it, what the disk lacks is computed and added."""
+"""A teacher whose signal is on disk."""
 
 from __future__ import annotations
 
@@ -14,22 +14,12 @@ import safetensors
 import torch
 from torch import Tensor
 
-from potstill.config import DataConfig, LossConfig, Schedule
+from potstill.config import DataConfig, LossConfig, fixed_value
 from potstill.models import check_rows, load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
-from potstill.teachers.build import Scribe
-from potstill.teachers.codec import (
-    Document,
-    Format,
-    blank,
-    from_bytes,
-    read_hidden,
-    read_rest,
-    read_sampled,
-    read_top_k,
-)
-from potstill.teachers.inspect import coverage
-from potstill.teachers.reading import chat_kwargs, piece_of, template_fingerprint
+from potstill.teachers.codec import Chosen, Document, Format, read_hidden, read_rest, read_sampled, read_top_k
+from potstill.teachers.reading import chat_kwargs, template_fingerprint
+from potstill.teachers.shelf import Shelf
 from potstill.teachers.store import Cache
 from potstill.types import Batch, DenseTarget, Example, PotstillError, SampledTarget, Target, TopKTarget
 
@@ -37,55 +27,31 @@ NONE = np.zeros(0, dtype=np.int64)
 
 
 class CachedTeacher:
-    """Reads what a teacher once said. `prepare` decodes it; `targets` only moves it to the device, but for what a `scribe`
-    has to compute first."""
+    """Reads what a teacher once said. `prepare` decodes it; `targets` only moves it to the device, but for what has to be
+    computed first."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        width: int,
-        name: str,
-        weight: float = 1.0,
-        *,
-        temperature: float = 1.0,
-        skip_missing: bool = False,
-        scribe: Scribe | None = None,
-        data: DataConfig | None = None,
-    ) -> None:
-        self.cache = cache
+    def __init__(self, shelf: Shelf, width: int, name: str, weight: float = 1.0, *, temperature: float = 1.0) -> None:
         self.width = width  # ids that student and teacher share; the rest take no part
         self.name = name
         self.weight = weight
+        self.shelf = shelf
+        self.form = shelf.cache.form
         self._temperature = temperature
-        self._skip = skip_missing
-        self._scribe = scribe
-        self._data = data
         self._head: dict[torch.device, DenseTarget] = {}
 
     def lacks(self, batch: Batch) -> Sequence[int]:
-        if not self._skip:
-            return ()
-        found = self.cache.find([example.key for example in batch.examples])
-        return [i for i, at in enumerate(found) if at < 0]
+        return self.shelf.lacks(batch)
 
     def prepare(self, batch: Batch) -> Target | None:
         """The target on the host; None when some of it is still to be computed."""
-        documents = self._documents(batch.examples)
-        chosen = [
-            (document, _rows(document, example))
-            for document, example in zip(documents, batch.examples, strict=True)
-            if document is not None
-        ]
-        if len(chosen) == len(documents):
-            return self._decoded(chosen)
-        if self._scribe is None:
-            raise self._missing(batch.examples[documents.index(None)])
-        return None
+        documents = self.shelf.documents(batch.examples)
+        if documents is None:
+            return None
+        return self._decoded([(d, _rows(d, example)) for d, example in zip(documents, batch.examples, strict=True)])
 
     def targets(self, batch: Batch, prepared: Target | None) -> Target:
         if prepared is None:
-            documents = self._documents(batch.examples)
-            self._compute([e for e, there in zip(batch.examples, documents, strict=True) if there is None])
+            self.shelf.compute(batch.examples)
             prepared = self.prepare(batch)
         assert prepared is not None
         device = batch.input_ids.device
@@ -98,43 +64,12 @@ class CachedTeacher:
         return replace(moved, ids=moved.ids.long())
 
     def close(self) -> None:
-        if self._scribe is not None:
-            self._scribe.close()
+        self.shelf.close()
 
-    def _documents(self, examples: Sequence[Example]) -> list[Document | None]:
-        """None: it is not there."""
-        found = self.cache.documents([example.key for example in examples])
-        for i, example in enumerate(examples):
-            if not example.supervised.any():  # its document was left out
-                found[i] = blank(self.cache.form)
-            elif found[i] is None and self._scribe is not None:
-                found[i] = self._waiting(self._scribe, example.key)
-        missing = [i for i, document in enumerate(found) if document is None]
-        if missing and self._scribe is not None:
-            # What has just been written waits no more, and other processes write too.
-            self.cache.refresh()
-            for i, document in zip(missing, self.cache.documents([examples[i].key for i in missing]), strict=True):
-                found[i] = document
-        return found
-
-    def _waiting(self, scribe: Scribe, key: str) -> Document | None:
-        tokens, data = scribe.writer.waiting.get(key, (0, b""))
-        return from_bytes(self.cache.form, np.frombuffer(data, dtype=np.uint8), tokens) if data else None
-
-    def _compute(self, examples: Sequence[Example]) -> None:
-        """None, when what was missing has been computed since for another batch, or by another process."""
-        assert self._scribe is not None
-        unique = {example.key: example for example in examples}
-        read = self._scribe.text([piece_of(example) for example in unique.values()])
-        if some := [example for example in read if example is not None]:
-            self._scribe.write(some)
-            self._scribe.settle()
-
-    def _decoded(self, chosen: list[tuple[Document, npt.NDArray[np.int64]]]) -> Target:
-        form = self.cache.form
+    def _decoded(self, chosen: Chosen) -> Target:
+        form = self.form
         if form.kind == "hidden":
-            hidden = torch.from_numpy(read_hidden(chosen))
-            return DenseTarget(hidden=hidden.view(torch.bfloat16) if form.dtype == "bfloat16" else hidden)
+            return DenseTarget(hidden=hidden_rows(chosen))
         if form.kind == "sampled":
             ids, shares, entropy = map(torch.from_numpy, read_sampled(chosen))
             return SampledTarget(ids, shares, entropy, width=self.width)
@@ -147,22 +82,13 @@ class CachedTeacher:
 
     def _head_on(self, device: torch.device) -> DenseTarget:
         if device not in self._head:
-            self._head[device] = load_head(self.cache.folder, self.width).to(device)
+            self._head[device] = load_head(self.shelf.cache.folder, self.width).to(device)
         return self._head[device]
 
-    def _missing(self, example: Example) -> PotstillError:
-        named = f"{example.source or 'a document'} ({example.key})"
-        counted = ""
-        if self._data is not None and not any(source.streaming for source in self._data.sources):
-            found = coverage(self.cache, self._data, self.tokenizer())
-            counted = f"; {found.missing:,} of the {found.documents:,} documents of data are not in it"
-        return PotstillError(
-            f"the cache {self.cache.folder} has no document {named}{counted}: add what is missing with `potstill cache build "
-            f"RECIPE --out {self.cache.folder}`, or leave it out with on_missing: skip"
-        )
 
-    def tokenizer(self) -> Any:
-        return load_tokenizer(str(self.cache.folder / "tokenizer"), "cache")
+def hidden_rows(chosen: Chosen) -> Tensor:
+    hidden = torch.from_numpy(read_hidden(chosen))
+    return hidden.view(torch.bfloat16) if chosen[0][0].form.dtype == "bfloat16" else hidden
 
 
 def _rows(document: Document, example: Example) -> npt.NDArray[np.int64]:
@@ -209,28 +135,33 @@ def check_cache(
             "take the teacher's tokenizer for the student (student.tokenizer), or a cache of kind hidden"
         )
     _check_rendering(cache, student, tokenizer, data, where)
+    check_pieces(cache, data, where)
     return width, check_loss(cache.form, loss, where)
 
 
 def _check_rendering(cache: Cache, student: LanguageModel, tokenizer: Any, data: DataConfig, where: str) -> None:
-    manifest = cache.manifest
     ours, theirs = student.tokenizer.eos_token, tokenizer.eos_token
     if data.append_eos and ours not in (None, theirs) and any(not source.messages for source in data.sources):
         raise PotstillError(
             f"{where}: the cache's documents end with {theirs!r} and the student's with {ours!r}: take the teacher's tokenizer "
             "for the student (student.tokenizer), or set data.append_eos to false"
         )
-    if any(source.messages for source in data.sources):
-        if template_fingerprint(student.tokenizer) != manifest["chat"]["template"]:
-            raise PotstillError(
-                f"{where}: the cache's conversations were rendered with another chat template than the student's: take the "
-                "teacher's tokenizer for the student (student.tokenizer)"
-            )
-        if chat_kwargs(data) != manifest["chat"]["kwargs"]:
-            raise PotstillError(
-                f"{where}: the cache's conversations were rendered with chat_template_kwargs {manifest['chat']['kwargs']}, and "
-                f"those of data.sources are {chat_kwargs(data)}"
-            )
+    chats = any(source.messages for source in data.sources)
+    if chats and template_fingerprint(student.tokenizer) != cache.manifest["chat"]["template"]:
+        raise PotstillError(
+            f"{where}: the cache's conversations were rendered with another chat template than the student's: take the "
+            "teacher's tokenizer for the student (student.tokenizer)"
+        )
+
+
+def check_pieces(cache: Cache, data: DataConfig, where: str) -> None:
+    """What must be alike whatever the tokenizers."""
+    manifest = cache.manifest
+    if any(source.messages for source in data.sources) and chat_kwargs(data) != manifest["chat"]["kwargs"]:
+        raise PotstillError(
+            f"{where}: the cache's conversations were rendered with chat_template_kwargs {manifest['chat']['kwargs']}, and "
+            f"those of data.sources are {chat_kwargs(data)}"
+        )
     pieces = manifest["piece_bytes"]
     if data.piece_bytes not in (None, pieces) and any(source.kind == "text" for source in data.sources):
         raise PotstillError(
@@ -241,7 +172,6 @@ def _check_rendering(cache: Cache, student: LanguageModel, tokenizer: Any, data:
 
 def check_loss(form: Format, loss: LossConfig, where: str) -> float:
     """The temperature of the loss, where a cache of this format can serve it."""
-    scheduled = loss.temperature
     if form.kind == "hidden":
         return 1.0  # the head is there: any temperature can be had
     if form.kind == "chosen":
@@ -249,14 +179,15 @@ def check_loss(form: Format, loss: LossConfig, where: str) -> float:
             f"{where}: the cache holds only how likely the text's own tokens were, and the loss needs a distribution: build "
             "one with --kind top_k, sampled or hidden"
         )
-    moves = isinstance(scheduled, Schedule) and scheduled.shape != "constant" and scheduled.start != scheduled.end
-    temperature = scheduled.start if isinstance(scheduled, Schedule) else scheduled
-    if moves or temperature not in form.temperatures:
+    temperature = fixed_value(loss.temperature)
+    if temperature is None or temperature not in form.temperatures:
         known = ", ".join(f"{t:g}" for t in form.temperatures)
-        what = "moves over the run" if moves else f"is {temperature:g}"
+        what, wanted = (
+            ("moves over the run", "…") if temperature is None else (f"is {temperature:g}", f"{temperature:g}")
+        )
         raise PotstillError(
             f"{where}: loss.temperature {what}, and the cache knows the mass of what it left out at {known} only: build one "
-            f"with --temperature {'…' if moves else f'{temperature:g}'} (top_k), or of kind hidden, which serves all of them"
+            f"with --temperature {wanted} (top_k), or of kind hidden, which serves all of them"
         )
     if form.kind == "sampled" and (loss.divergence != "forward_kl" or loss.entropy_gate is not None):
         what = (

@@ -14,7 +14,7 @@ from potstill.data import Source, collate
 from potstill.losses import CrossTarget, DenseTarget, fused_linear_kd
 from potstill.models import load_tokenizer
 from potstill.recipe import checked
-from potstill.teachers.aligned import Aligned, Pairing, align_rows
+from potstill.teachers.pairing import Aligned, Pairing, align_rows
 from potstill.text.show import encode, show_corpus, show_text
 from potstill.types import Batch, Example, PotstillError
 

@@ -22,7 +22,7 @@ def pieces_of(data: DataConfig, tokenizer: Any, key: str = "data") -> Iterator[P
     """The pieces of a data set in order, each once however often it is there."""
     seen: set[bytes] = set()
     for number, config in enumerate(data.sources):
-        source = Source(config, f"{key}.sources[{number}]", seed=0, shuffle=False)
+        source = Source(config, f"{key}.sources[{number}]", seed=0, shuffle=False, further=data.columns)
         maker = piece_maker(data, config, source.key, tokenizer)
         for record, where, _ in source.records(0):
             for piece in maker(record, where):
@@ -41,6 +41,7 @@ def piece_of(example: Example) -> Piece:
         template=example.messages is not None,
         messages=example.messages,
         tools=example.tools,
+        columns=example.columns,
         source=example.source,
     )
 

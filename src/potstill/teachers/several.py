@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -10,16 +12,19 @@ from typing import Any
 
 import torch
 
-from potstill.config import DataConfig, LossConfig, Schedule, TeacherConfig
+from potstill.config import DataConfig, LossConfig, TeacherConfig
 from potstill.data import Window, without
 from potstill.files import MANIFEST
-from potstill.models import LanguageModel, difference, load_teacher, shared_ids
-from potstill.teachers.aligned import AlignedTeacher, Pairing
+from potstill.models import LanguageModel, difference, load_teacher, load_tokenizer, shared_ids
+from potstill.teachers.aligned import AlignedCached, AlignedTeacher, Rereader, check_across
 from potstill.teachers.build import Scribe, format_of
-from potstill.teachers.cached import CachedTeacher, check_cache, check_loss
+from potstill.teachers.cached import CachedTeacher, check_cache, check_loss, check_pieces
 from potstill.teachers.live import LiveTeacher
-from potstill.teachers.reading import as_cached, chat_kwargs
+from potstill.teachers.pairing import Pairing
+from potstill.teachers.reading import as_cached, chat_kwargs, piece_of
+from potstill.teachers.shelf import Shelf
 from potstill.teachers.store import Cache, read_manifest
+from potstill.teachers.weighing import RoutedTeacher
 from potstill.types import Batch, PotstillError, Teacher
 
 SKIPPED = "skipped_examples"
@@ -50,85 +55,99 @@ def open_teachers(
     live, notes = [], []
     for index, config in enumerate(configs):
         where = f"teachers[{index}]"
-        model = None
-        if config.model is not None:
-            language_model = load_teacher(config, device, where)
-            reason = difference(student.tokenizer, language_model.tokenizer)
-            if config.cache is None and reason is not None:
-                notes.append(f"{where}: {reason}. Texts are aligned by bytes, method {config.across.method}")
-                teachers.append(_open_aligned(config, language_model, student, data, loss, where))
-                continue
-            width = shared_ids(student, language_model, where)
-            model = LiveTeacher(language_model, width, config.name, config.weight)
+        opening = Opening(config, student, data, loss, where)
+        language_model = None if config.model is None else load_teacher(config, device, where)
+        tokenizer = language_model.tokenizer if language_model is not None else opening.cached_tokenizer()
+        reason = difference(student.tokenizer, tokenizer)
+        if reason is not None:
+            notes.append(f"{where}: {reason}. Texts are aligned by bytes, method {config.across.method}")
+        if reason is None and language_model is not None:
+            model = LiveTeacher(language_model, shared_ids(student, language_model, where), config.name, config.weight)
             live.append(model)
-        if config.cache is None:
-            assert model is not None
-            teachers.append(model)
+        teacher: Teacher
+        if config.cache is not None:
+            teacher = opening.from_cache(language_model, None if reason is None else tokenizer)
+        elif reason is not None or config.prompt is not None:
+            assert language_model is not None
+            teacher = opening.aligned(language_model)
         else:
-            teachers.append(_open_cached(config, model, student, data, loss, f"{where}.cache"))
+            teacher = model
+        _check_several(teacher, config, loss, where)
+        teachers.append(RoutedTeacher(teacher, config.only) if config.only else teacher)
     return Faculty(teachers, live, notes)
 
 
-def _open_aligned(
-    config: TeacherConfig,
-    language_model: LanguageModel,
-    student: LanguageModel,
-    data: DataConfig,
-    loss: LossConfig,
-    where: str,
-) -> AlignedTeacher:
-    temperature = fixed_temperature(loss)
-    if temperature is None or (config.across.method == "chunk" and temperature != 1.0):
-        what = "moves over the run" if temperature is None else f"is {temperature:g}"
-        why = (
-            "the likelihood of a chunk of tokens is at one temperature"
-            if temperature is None
-            else "the method chunk compares likelihoods of text, which are at 1"
+def _check_several(teacher: Teacher, config: TeacherConfig, loss: LossConfig, where: str) -> None:
+    form = teacher.form if isinstance(teacher, CachedTeacher | AlignedCached) else None
+    whole = isinstance(teacher, LiveTeacher) or (isinstance(teacher, CachedTeacher) and teacher.form.kind == "hidden")
+    if loss.several == "average" and (not whole or config.only):
+        raise PotstillError(
+            f"{where}: loss.several is average, for which a teacher must give whole distributions over the student's own ids "
+            "for every document: a model with the student's tokenizer or a cache of kind hidden, without only and prompt"
         )
-        raise PotstillError(f"{where}: the teacher has another tokenizer and loss.temperature {what}; {why}")
-    pairing = Pairing(student.tokenizer, language_model.tokenizer, config.across)
-    kwargs = chat_kwargs(data)
-    return AlignedTeacher(language_model, pairing, config.name, config.weight, temperature=temperature, kwargs=kwargs)
+    if (loss.several == "best" or loss.confidence) and form is not None and form.kind == "sampled":
+        raise PotstillError(
+            f"{where}: the cache holds draws, which do not tell how sure the teacher is, as loss."
+            f"{'several' if loss.several == 'best' else 'confidence'} asks: build one of kind top_k or hidden"
+        )
 
 
-def fixed_temperature(loss: LossConfig) -> float | None:
-    """The loss's temperature; None when it moves."""
-    number = loss.temperature
-    if not isinstance(number, Schedule):
-        return number
-    return number.start if number.shape == "constant" or number.start == number.end else None
+@dataclass(frozen=True)
+class Opening:
+    """A teacher of a recipe that is not simply a model with the student's tokenizer."""
+
+    config: TeacherConfig
+    student: LanguageModel
+    data: DataConfig
+    loss: LossConfig
+    where: str
+
+    def cached_tokenizer(self) -> Any:
+        folder = Path(self.config.cache or "")
+        read_manifest(folder)
+        return load_tokenizer(str(folder / "tokenizer"), f"{self.where}.cache")
+
+    def aligned(self, language_model: LanguageModel) -> AlignedTeacher:
+        config = self.config
+        return AlignedTeacher(
+            language_model,
+            Pairing(self.student.tokenizer, language_model.tokenizer, config.across),
+            config.name,
+            config.weight,
+            temperature=check_across(config.across, self.loss, self.where),
+            kwargs=chat_kwargs(self.data),
+            prompt=config.prompt,
+        )
+
+    def from_cache(self, language_model: LanguageModel | None, other: Any | None) -> CachedTeacher | AlignedCached:
+        """`other`: the teacher's tokenizer, where it is not the student's."""
+        config, where = self.config, f"{self.where}.cache"
+        assert config.cache is not None
+        folder, scribe, piece = Path(config.cache), None, piece_of
+        if language_model is not None:
+            form = format_of(config.store, language_model)  # checked before there is a folder
+            if other is None:
+                check_loss(form, self.loss, where)
+            else:
+                check_across(config.across, self.loss, where, form)
+                piece = Rereader(other, language_model.positions, chat_kwargs(self.data)).piece
+            scribe = Scribe(language_model, config.store, folder, name=config.name, data=self.data)
+        cache = Cache(folder)
+        skip = config.on_missing == "skip"
+        shelf = Shelf(cache, skip_missing=skip, scribe=scribe, data=self.data, piece=piece)
+        if other is None:
+            width, temperature = check_cache(cache, self.student, self.data, self.loss, where)
+            return CachedTeacher(shelf, width, config.name, config.weight, temperature=temperature)
+        check_pieces(cache, self.data, where)
+        temperature = check_across(config.across, self.loss, where, cache.form)
+        pairing = Pairing(self.student.tokenizer, other, config.across)
+        return AlignedCached(shelf, pairing, config.name, config.weight, temperature=temperature)
 
 
-def _open_cached(
-    config: TeacherConfig,
-    model: LiveTeacher | None,
-    student: LanguageModel,
-    data: DataConfig,
-    loss: LossConfig,
-    where: str,
-) -> CachedTeacher:
-    assert config.cache is not None
-    folder = Path(config.cache)
-    scribe = None
-    if model is not None:
-        check_loss(format_of(config.store, model.language_model), loss, where)  # before there is a folder
-        scribe = Scribe(model.language_model, config.store, folder, name=config.name, data=data)
-    cache = Cache(folder)
-    width, temperature = check_cache(cache, student, data, loss, where)
-    return CachedTeacher(
-        cache,
-        width,
-        config.name,
-        config.weight,
-        temperature=temperature,
-        skip_missing=config.on_missing == "skip",
-        scribe=scribe,
-        data=data,
-    )
-
-
-def with_pieces_of(data: DataConfig, configs: Sequence[TeacherConfig]) -> DataConfig:
-    """`data`, cut into pieces as a cache's texts were, where it does not say itself."""
+def as_teachers_need(data: DataConfig, configs: Sequence[TeacherConfig]) -> DataConfig:
+    """`data`, cut into pieces as a cache's texts were, where it does not say itself, and with the columns teachers ask for."""
+    columns = dict.fromkeys([*data.columns, *(column for config in configs for column in config.columns)])
+    data = data.model_copy(update={"columns": list(columns)})
     caches = [Path(config.cache) for config in configs if config.cache is not None]
     for folder in caches:
         if (folder / MANIFEST).exists():
@@ -145,10 +164,37 @@ class Prepared:
 
 
 def prepared(
-    windows: Iterable[Window], teachers: Sequence[Teacher], counts: Mapping[str, int] = MappingProxyType({})
+    windows: Iterable[Window],
+    teachers: Sequence[Teacher],
+    counts: Mapping[str, int] = MappingProxyType({}),
+    *,
+    workers: int = 1,
 ) -> Iterator[Prepared]:
     """Windows with what the teachers can make ready on the host. Documents that a teacher lacks are left out, and windows of
-    which nothing is left. `counts`: of what went before."""
+    which nothing is left. `counts`: of what went before. `workers`: windows made ready at once."""
+    left = _left(windows, teachers, counts)
+    if workers == 1:
+        yield from (_ready(window, teachers) for window in left)
+        return
+    with ThreadPoolExecutor(workers, "prepare") as pool:
+        waiting: deque[Future[Prepared]] = deque()
+        try:
+            for window in left:
+                waiting.append(pool.submit(_ready, window, teachers))
+                if len(waiting) >= workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _ready(window: Window, teachers: Sequence[Teacher]) -> Prepared:
+    return Prepared(window, [[teacher.prepare(batch) for teacher in teachers] for batch in window.batches])
+
+
+def _left(windows: Iterable[Window], teachers: Sequence[Teacher], counts: Mapping[str, int]) -> Iterator[Window]:
+    """The windows without what teachers lack."""
     skipped, unused = counts.get(SKIPPED, 0), 0
     barren: int | None = None  # the epoch since which nothing was left
     for window in windows:
@@ -164,8 +210,7 @@ def prepared(
                 raise PotstillError(NOTHING_LEFT)
             continue
         barren = None
-        ready = [[teacher.prepare(batch) for teacher in teachers] for batch in batches]
-        yield Prepared(_counted(window, batches, skipped, unused), ready)
+        yield _counted(window, batches, skipped, unused)
 
 
 def count_left(windows: Iterable[Window], teachers: Sequence[Teacher], progress: Callable[[int], None]) -> int:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from potstill.config import LossConfig
+from potstill.teachers.weighing import ask
 from potstill.types import Batch, DenseTarget, PotstillError
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def diagnose(parts: Parts, prepared: Prepared, knobs: LossKnobs, step: int) -> str:
+def diagnose(loss: LossConfig, parts: Parts, prepared: Prepared, knobs: LossKnobs, step: int) -> str:
     """One sentence: step, micro-batch, documents, and the likely cause."""
     nothing_taken = "; the step was not taken and the last checkpoint is untouched"
     refuse_broken_weights(parts.module, step - 1)
@@ -24,16 +26,14 @@ def diagnose(parts: Parts, prepared: Prepared, knobs: LossKnobs, step: int) -> s
     for number, (host_batch, ready) in enumerate(zip(batches, prepared.ready, strict=True), 1):
         batch = host_batch.to(parts.device)
         where = f"step {step}, micro-batch {number} of {len(batches)} ({_documents(batch)})"
-        targets = []
-        for index, (teacher, made) in enumerate(zip(parts.teachers, ready, strict=True)):
-            target = teacher.targets(batch, made)
-            targets.append((teacher.weight, target))
+        targets = ask(parts.teachers, ready, batch, loss)
+        for index, (_, target) in enumerate(targets):
             if isinstance(target, DenseTarget) and (what := _not_finite(target)):
                 cause = f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"
                 return f"the loss is not finite at {where}: {cause}{nothing_taken}"
         with parts.autocast():
-            loss, _ = parts.module(batch, targets, batch.supervised_tokens, knobs)
-        if not torch.isfinite(loss):
+            value, _ = parts.module(batch, targets, batch.supervised_tokens, knobs)
+        if not torch.isfinite(value):
             cause = "the student's own output is not finite: try a lower train.optimizer.lr, or precision fp32"
             return f"the loss is not finite at {where}: {cause}{nothing_taken}"
     cause = (
@@ -53,6 +53,8 @@ def refuse_broken_weights(module: nn.Module, step: int) -> None:
 
 
 def _not_finite(target: DenseTarget) -> str | None:
+    if target.mean:
+        return next((what for _, part in target.mean if (what := _not_finite(part))), None)
     parts = {"hidden states are": target.hidden, "output head is": target.weight}
     return next((what for what, x in parts.items() if x is not None and not torch.isfinite(x).all()), None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ from potstill.data import Prefetched
 from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
 from potstill.recipe import load_recipe
 from potstill.teachers.several import Prepared, prepared
+from potstill.teachers.weighing import ask
 from potstill.training.checkpoint import Progress
 from potstill.training.diagnosis import diagnose, refuse_broken_weights
 from potstill.training.metrics import Stopwatch, peak_memory_bytes, watchers
@@ -44,7 +46,8 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
         stop = stack.enter_context(StopSignal())
         source = parts.windows(progress.data)
         read = stack.enter_context(Prefetched(source, depth=source.group_windows))
-        windows = stack.enter_context(Prefetched(prepared(read, parts.teachers, progress.counts), depth=1))
+        ready = prepared(read, parts.teachers, progress.counts, workers=recipe.data.workers)
+        windows = stack.enter_context(Prefetched(ready, depth=1))
         for teacher in parts.teachers:
             stack.callback(teacher.close)
         for watcher in watching:
@@ -94,7 +97,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
     sums = torch.zeros(len(SUMS), device=parts.device)
     stat_rows = recipe.log.stat_rows
     teachers = parts.teachers if knobs.kd_weight else []  # a teacher without weight is not asked
-    for batch, targets in _ahead(step, teachers, parts.device, clock):
+    for batch, targets in _ahead(recipe, step, teachers, parts.device, clock):
         with clock.of("student"):
             with parts.autocast():
                 loss, micro_sums = parts.module(batch, targets, tokens, knobs, stat_rows)
@@ -105,7 +108,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
         norm = torch.nn.utils.clip_grad_norm_(parts.module.parameters(), recipe.train.clip or math.inf)
         *totals, norm_value = read(torch.cat([sum_over_ranks(sums), norm.float().view(1)]))
         if not (math.isfinite(totals[0]) and math.isfinite(norm_value)):
-            raise PotstillError(diagnose(parts, step, knobs, run.step + 1))
+            raise PotstillError(diagnose(recipe.loss, parts, step, knobs, run.step + 1))
         lr = set_lr(parts.optimizers, lr_factor(run.step, run.total_steps, recipe.train.lr_schedule))
         for optimizer in parts.optimizers:
             optimizer.step()
@@ -121,6 +124,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
         "kd_weight": knobs.kd_weight if teachers else 0.0,
         "ce_weight": knobs.ce_weight,
         **_means(of),
+        **_alignment(step, of),
         "grad_norm": norm_value,
         "lr": lr,
         "tokens": window.counts["supervised_tokens"],
@@ -154,14 +158,13 @@ def _supervised_tokens(batches: Sequence[Batch]) -> int:
 
 
 def _ahead(
-    step: Prepared, teachers: Sequence[Teacher], device: torch.device, clock: Stopwatch
-) -> Iterator[tuple[Batch, list[tuple[float, Target]]]]:
+    recipe: Recipe, step: Prepared, teachers: Sequence[Teacher], device: torch.device, clock: Stopwatch
+) -> Iterator[tuple[Batch, list[tuple[float | Tensor, Target]]]]:
     """Each micro-batch on the device, with its targets."""
     for host_batch, ready in zip(step.window.batches, step.ready, strict=True):
         batch = host_batch.to(device)
         with clock.of("teacher"):
-            asked = zip(teachers, ready, strict=False)  # none is asked when their loss has no weight
-            targets: list[tuple[float, Target]] = [(t.weight, t.targets(batch, made)) for t, made in asked]
+            targets = ask(teachers, ready, batch, recipe.loss) if teachers else []
         yield batch, targets
 
 
@@ -170,6 +173,23 @@ def _means(of: Mapping[str, float]) -> dict[str, float | None]:
     rows = of["stat_rows"]
     keys = ("kl", "teacher_entropy", "student_entropy", "agreement")
     return {key: of[key] / rows if rows and not math.isnan(of[key]) else None for key in keys}
+
+
+def _alignment(step: Prepared, of: Mapping[str, float]) -> dict[str, float]:
+    """How well the tokens of teachers with another tokenizer lie over the student's, in this process's share of the step."""
+    counts: Counter[str] = Counter()
+    for ready in step.ready:
+        for made in ready:
+            counts.update(getattr(made, "counts", {}))
+    if not counts["tokens"]:
+        return {}
+    found = {
+        "align_chunks_per_token": counts["chunks"] / counts["tokens"],
+        "align_exact": counts["tokens_in_chunks"] / counts["tokens"],
+        "align_bytes": counts["bytes_in_chunks"] / max(1, counts["bytes"]),
+        "align_one_to_one": counts["one_to_one"] / max(1, counts["chunks"]),
+    }
+    return found | ({"shared_mass": of["shared_mass"] / of["shared_rows"]} if of["shared_rows"] else {})
 
 
 def _speed(seconds: Mapping[str, float], tokens: int) -> dict[str, float]:

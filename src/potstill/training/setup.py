@@ -21,7 +21,7 @@ from potstill.files import write_text
 from potstill.models import LanguageModel, check_fit, load_student
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
-from potstill.teachers.several import count_left, open_teachers, with_pieces_of
+from potstill.teachers.several import as_teachers_need, count_left, open_teachers
 from potstill.training.checkpoint import Checkpoints, Progress
 from potstill.training.metrics import EVALS, whole_lines
 from potstill.training.optimizer import make_optimizers
@@ -100,7 +100,7 @@ def assemble(recipe: Recipe) -> Parts:
     """Load the models and check that they, the data and the recipe fit together."""
     device = pick_device(recipe.train.device)
     student = load_student(recipe.student, device, recipe.train.seed)
-    data = with_pieces_of(recipe.data, recipe.teachers)
+    data = as_teachers_need(recipe.data, recipe.teachers)
     faculty = open_teachers(recipe.teachers, student, data, recipe.loss, device)
     for who, language_model in [
         ("the student", student),
@@ -172,7 +172,7 @@ def _last_evaluation(path: Path, step: int) -> dict[str, Any] | None:
 
 def _count_steps(recipe: Recipe, parts: Parts, console: Console) -> int:
     """With `train.epochs`, the schedule needs to know how many steps they are."""
-    data, train = with_pieces_of(recipe.data, recipe.teachers), recipe.train
+    data, train = as_teachers_need(recipe.data, recipe.teachers), recipe.train
     assert train.epochs is not None
     with console.status("counting the steps of train.epochs …") as status:
 

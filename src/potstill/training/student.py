@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from potstill.losses import DenseTarget, compare_rows, fused_linear_kd
+from potstill.losses import DenseTarget, compare_rows, fused_linear_kd, shared_mass
 from potstill.models import LanguageModel
 from potstill.types import Batch, CrossTarget, SampledTarget, Target, TopKTarget
 
@@ -28,7 +28,9 @@ class LossKnobs:
 
 
 # What a forward pass sums up for the log, in this order.
-SUMS = ("loss", "kd", "ce", "stat_rows", "kl", "teacher_entropy", "student_entropy", "agreement")
+SUMS = (
+    "loss", "kd", "ce", "stat_rows", "kl", "teacher_entropy", "student_entropy", "agreement", "shared_rows", "shared_mass",
+)  # fmt: skip
 
 
 class StudentLoss(nn.Module):
@@ -40,7 +42,7 @@ class StudentLoss(nn.Module):
     def forward(
         self,
         batch: Batch,
-        targets: Sequence[tuple[float, Target]],
+        targets: Sequence[tuple[float | Tensor, Target]],
         divisor: float,
         knobs: LossKnobs,
         stat_rows: int = 0,
@@ -77,7 +79,11 @@ class StudentLoss(nn.Module):
             teacher = targets[0][1] if targets else None
             if isinstance(teacher, CrossTarget) or (knobs.temperature != 1.0 and not isinstance(teacher, DenseTarget)):
                 teacher = None  # it has other tokens, or is truncated at the loss's temperature: the log is at T = 1
-            sums[3:] = _sampled_stats(head, batch.rows.labels, teacher, stat_rows)
+            sums[3:8] = _sampled_stats(head, batch.rows.labels, teacher, stat_rows)
+            across = [target for _, target in targets if isinstance(target, CrossTarget)]
+            if across:
+                mass = shared_mass(across[0], stat_rows)
+                sums[8], sums[9] = mass.shape[0], mass.sum()
         return out.loss, sums
 
 

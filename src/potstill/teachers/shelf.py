@@ -1,0 +1,101 @@
+"""Documents of a cache as training asks for them; with a model beside it, what the cache lacks is computed and added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from potstill.config import DataConfig
+from potstill.data import Piece
+from potstill.models import load_tokenizer
+from potstill.teachers.build import Scribe
+from potstill.teachers.codec import Document, blank, from_bytes
+from potstill.teachers.inspect import coverage
+from potstill.teachers.reading import piece_of
+from potstill.teachers.store import Cache
+from potstill.types import Batch, Example, PotstillError
+
+
+class Shelf:
+    """`piece`: what the teacher reads of an example."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        skip_missing: bool = False,
+        scribe: Scribe | None = None,
+        data: DataConfig | None = None,
+        piece: Callable[[Example], Piece] = piece_of,
+    ) -> None:
+        self.cache = cache
+        self._skip = skip_missing
+        self._scribe = scribe
+        self._data = data
+        self._piece = piece
+
+    def lacks(self, batch: Batch) -> Sequence[int]:
+        if not self._skip:
+            return ()
+        found = self.cache.find([example.key for example in batch.examples])
+        return [i for i, at in enumerate(found) if at < 0]
+
+    def documents(self, examples: Sequence[Example]) -> list[Document] | None:
+        """None: some of them are still to be computed."""
+        found = self._found(examples)
+        there = [document for document in found if document is not None]
+        if len(there) == len(found):
+            return there
+        if self._scribe is None:
+            raise self._missing(examples[found.index(None)])
+        return None
+
+    def compute(self, examples: Sequence[Example]) -> None:
+        """What is not there. Nothing, when it has been computed since for another batch, or by another process."""
+        assert self._scribe is not None
+        missing = [e for e, there in zip(examples, self._found(examples), strict=True) if there is None]
+        unique = {example.key: example for example in missing}
+        read = self._scribe.text([self._piece(example) for example in unique.values()])
+        if some := [example for example in read if example is not None]:
+            self._scribe.write(some)
+            self._scribe.settle()
+
+    def tokenizer(self) -> Any:
+        return load_tokenizer(str(self.cache.folder / "tokenizer"), "cache")
+
+    def close(self) -> None:
+        if self._scribe is not None:
+            self._scribe.close()
+
+    def _found(self, examples: Sequence[Example]) -> list[Document | None]:
+        """None: it is not there."""
+        found = self.cache.documents([example.key for example in examples])
+        for i, example in enumerate(examples):
+            if not example.supervised.any():  # its document was left out
+                found[i] = blank(self.cache.form)
+            elif found[i] is None and self._scribe is not None:
+                found[i] = self._waiting(self._scribe, example.key)
+        missing = [i for i, document in enumerate(found) if document is None]
+        if missing and self._scribe is not None:
+            # What has just been written waits no more, and other processes write too.
+            self.cache.refresh()
+            for i, document in zip(missing, self.cache.documents([examples[i].key for i in missing]), strict=True):
+                found[i] = document
+        return found
+
+    def _waiting(self, scribe: Scribe, key: str) -> Document | None:
+        tokens, data = scribe.writer.waiting.get(key, (0, b""))
+        return from_bytes(self.cache.form, np.frombuffer(data, dtype=np.uint8), tokens) if data else None
+
+    def _missing(self, example: Example) -> PotstillError:
+        named = f"{example.source or 'a document'} ({example.key})"
+        counted = ""
+        if self._data is not None and not any(source.streaming for source in self._data.sources):
+            found = coverage(self.cache, self._data, self.tokenizer())
+            counted = f"; {found.missing:,} of the {found.documents:,} documents of data are not in it"
+        return PotstillError(
+            f"the cache {self.cache.folder} has no document {named}{counted}: add what is missing with `potstill cache build "
+            f"RECIPE --out {self.cache.folder}`, or leave it out with on_missing: skip"
+        )

@@ -1,0 +1,77 @@
+"""Data of every kind, and a step of a student that a teacher has answered: for the tests of teachers on disk and of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tiny_models import write_jsonl
+
+from potstill.config import DataConfig
+from potstill.data import Windows
+from potstill.models import LanguageModel
+from potstill.training.student import LossKnobs, StudentLoss
+
+KD = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
+WORDS = ["union", "people", "congress", "peace", "treasury", "nation", "year", "duty", "law", "commerce"]
+
+
+def sentence(i: int, words: int) -> str:
+    return " ".join(WORDS[(i * k * k + k + i) % 10] for k in range(words))
+
+
+def write_files(folder: Path) -> Path:
+    """Texts, of which one is longer than a piece; prompts with completions; chats."""
+    texts = [{"text": f"{sentence(i, 4 + i * 5 % 14)} in {1790 + i}."} for i in range(14)]
+    write_jsonl(folder / "text.jsonl", [*texts, {"text": sentence(3, 90)}])
+    pairs = [{"q": f"Who keeps the {WORDS[i]}?", "a": f" {sentence(i, 5)}."} for i in range(5)]
+    write_jsonl(folder / "pairs.jsonl", pairs)
+    chats = [
+        [
+            {"role": "user", "content": f"What of the {WORDS[i]}?"},
+            {"role": "assistant", "content": sentence(i, 4)},
+            {"role": "user", "content": "And then?"},
+            {"role": "assistant", "content": sentence(i + 3, 5)},
+        ]
+        for i in range(5)
+    ]
+    write_jsonl(folder / "chats.jsonl", [{"chat": chat} for chat in chats])
+    return folder
+
+
+def data_of(files: Path, *kinds: str, **changes: Any) -> DataConfig:
+    sources = {
+        "text": {"files": str(files / "text.jsonl")},
+        "pairs": {"files": str(files / "pairs.jsonl"), "prompt": "q", "completion": "a"},
+        "chats": {"files": str(files / "chats.jsonl"), "messages": "chat"},
+    }
+    chosen = [sources[kind] for kind in kinds or sources]
+    return DataConfig.model_validate({"sources": chosen, "max_length": 96, "piece_bytes": 300, **changes})
+
+
+def batches_of(data: DataConfig, student: LanguageModel, seed: int = 0, rows: int = 4):
+    windows = Windows(data, student.tokenizer, batch_size=rows, micro_batch_size=rows, seed=seed, epochs=1)
+    return [batch for window in windows for batch in window.batches]
+
+
+def step(student: LanguageModel, batches, targets, knobs: LossKnobs = KD):
+    """Loss, and gradients of every parameter, of one optimizer step over the batches."""
+    module = StudentLoss(student)
+    module.zero_grad()
+    tokens = sum(batch.supervised_tokens for batch in batches)
+    total = 0.0
+    for batch, target in zip(batches, targets, strict=True):
+        loss, _ = module(batch, [(1.0, target)], tokens, knobs)
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad.clone() for name, p in module.named_parameters()}
+
+
+def relative(ours, theirs) -> float:
+    """The largest distance of a parameter's gradient, as a share of its length."""
+    assert ours.keys() == theirs.keys()
+    return max(((ours[name] - theirs[name]).norm() / theirs[name].norm()).item() for name in theirs)
+
+
+def answers(teacher, batches):
+    return [teacher.targets(batch, teacher.prepare(batch)) for batch in batches]
