@@ -61,6 +61,8 @@ class SlicedCall:
 
 
 def cut(target: DenseTarget, columns: slice) -> DenseTarget:
+    if target.mean:
+        return replace(target, mean=[(share, cut(part, columns)) for share, part in target.mean])
     part = lambda x: None if x is None else x[columns]  # noqa: E731
     logits = None if target.logits is None else target.logits[:, columns]
     return replace(target, weight=part(target.weight), bias=part(target.bias), logits=logits)
@@ -133,6 +135,12 @@ def special(world: int) -> dict[str, SlicedCall]:
     return {
         "no rows": no_rows,
         "two targets": replace(again, targets=[(0.3, again.targets[0][1]), (1.7, top_k.targets[0][1])]),
+        "weights by row": replace(
+            again, targets=[(torch.arange(ROWS) / 3.0, again.targets[0][1]), (0.4, hidden.targets[0][1])]
+        ),
+        "the mean of two": replace(again, targets=[(1.0, mean_of(again, top=4.0))]),
+        "the mean of two, T ≠ 1": mean_call(make(world, "forward_kl", "dense hidden", 2.5, "everything")),
+        "the mean of two, whole": replace(mean_call(logits), sizes=even(world), whole_teacher=True),
         "whole teacher, hidden and head": replace(again, sizes=even(world), whole_teacher=True),
         "whole teacher, logits": replace(make(world, "tvd", "dense logits", 2.5, "plain"), whole_teacher=True),
         "whole narrower teacher, logits": replace(logits, sizes=even(world), whole_teacher=True),
@@ -144,6 +152,17 @@ def special(world: int) -> dict[str, SlicedCall]:
         "bfloat16": narrow_dtype(again, torch.bfloat16),
         "float32": narrow_dtype(again, torch.float32),
     }
+
+
+def mean_of(call: SlicedCall, top: float = 1.0) -> DenseTarget:
+    """With the same teacher upside down."""
+    target = call.targets[0][1]
+    parts = {"logits": -top * target.logits} if target.logits is not None else {"hidden": -top * target.hidden}
+    return DenseTarget(mean=[(0.3, target), (0.7, replace(target, **parts))])
+
+
+def mean_call(call: SlicedCall) -> SlicedCall:
+    return replace(call, targets=[(1.0, mean_of(call))])
 
 
 def with_draws(call: SlicedCall) -> SlicedCall:

@@ -65,6 +65,8 @@ def align_batch(
         raise PotstillError(
             f"{len(student_ids)} sequences of the student's to be aligned with {len(teacher_ids)} of the teacher's"
         )
+    if not student_ids:
+        return []
     atoms = _pair(student_table, teacher_table)
     student, teacher = _both(student_ids, teacher_ids, student_table, teacher_table, atoms)
     if _alike(student, teacher):
