@@ -21,7 +21,7 @@ import torch
 
 from potstill.config import DataConfig, SourceConfig, StoreConfig, TeacherConfig
 from potstill.data import collate
-from potstill.losses.rows import target_logits
+from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_teacher
 from potstill.recipe import load_recipe
 from potstill.teachers import signal

@@ -21,7 +21,7 @@ import torch
 from cache_cases import Clock, Skipped, batches_of, best, data_of, model_of, teacher_of
 
 from potstill.config import StoreConfig
-from potstill.losses.rows import target_logits
+from potstill.losses.dense import target_logits
 from potstill.teachers.build import build
 from potstill.teachers.cached import CachedTeacher
 from potstill.teachers.foreign import example_features

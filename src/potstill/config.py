@@ -120,10 +120,11 @@ class StoreConfig(Section):
 class AcrossConfig(Section):
     """How to learn from a teacher with another tokenizer; unused when it is the student's. docs/two-tokenizers.md."""
 
-    method: Literal["shared", "projection", "chunk", "uld"] = Field(
-        "shared",
-        description="what is compared where both tokenizers have cut the same bytes: ids that mean the same; the student's ids "
-        "sent to the teacher's; only how likely the bytes are; sorted probabilities",
+    method: Literal["spelled", "shared", "projection", "chunk", "uld"] = Field(
+        "spelled",
+        description="what is compared: the teacher's next token spelled in the student's; or, where both tokenizers have cut "
+        "the same bytes, ids that mean the same; the student's ids sent to the teacher's; how likely the bytes are; sorted "
+        "probabilities",
     )
     decay: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0,

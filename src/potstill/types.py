@@ -80,6 +80,7 @@ class DenseTarget:
     weight: Tensor | None = None  # [V, H]
     logits: Tensor | None = None  # [N, V], instead of the two above
     mean: Sequence[tuple[float, DenseTarget]] = ()  # instead of all the others; the shares sum to one
+    spelled: Spelling | None = None  # instead of all the others
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
     logit_scale: float = 1.0
@@ -92,6 +93,8 @@ class DenseTarget:
         """How many ids it is over."""
         if self.mean:
             return self.mean[0][1].width
+        if self.spelled is not None:
+            return self.spelled.students
         source = self.logits if self.logits is not None else self.weight
         assert source is not None
         return source.shape[-1] if self.logits is not None else source.shape[0]
@@ -100,8 +103,41 @@ class DenseTarget:
         """The same head at fewer rows, outside autograd."""
         if self.mean:
             return replace(self, mean=[(share, part.select(rows)) for share, part in self.mean])
+        if self.spelled is not None:
+            return replace(self, spelled=self.spelled.select(rows))
         hidden = None if self.hidden is None else self.hidden.detach()[rows]
         return replace(self, hidden=hidden, logits=None if self.logits is None else self.logits.detach()[rows])
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A teacher's distribution over its own ids as one over the student's: each of its tokens counts for the student's first
+    token of what is left of it. N rows, U places of the teacher's, E entries of nodes (`text.Lexicon`)."""
+
+    source: DenseTarget  # over the teacher's ids, at U places
+    students: int  # ids of the student
+    first: Tensor  # int64 [teacher ids]; the lexicon, as text.Lexicon has it
+    whole: Tensor  # bool [teacher ids]
+    begin: Tensor  # int64 [nodes + 1]
+    token: Tensor  # int64 [E]
+    then: Tensor  # int64 [E]
+    place: Tensor  # int64 [N], never falling; which of the places answers
+    node: Tensor  # int64 [N]; what is written of the teacher's next token there
+    actual: Tensor  # int64 [N]; which token that is …
+    usual: Tensor  # int64 [N]; … what of the student's it would be counted for (−1: nothing) …
+    own: Tensor  # int64 [N]; … and what it was written with
+    beyond: Tensor  # [N]; log-probability of the teacher's further tokens that the student's goes on into
+    place_host: npt.NDArray[np.int64]
+    node_host: npt.NDArray[np.int64]
+    sizes_host: npt.NDArray[np.int64]  # [nodes]; entries of each
+
+    def select(self, rows: Tensor) -> Spelling:
+        """`rows` are on the host."""
+        at, host = rows.to(self.place.device), rows.cpu().numpy()
+        changed: dict[str, Any] = {
+            name: getattr(self, name)[at] for name in ("place", "node", "actual", "usual", "own", "beyond")
+        }
+        return replace(self, **changed, place_host=self.place_host[host], node_host=self.node_host[host])
 
 
 @dataclass(frozen=True)
@@ -116,13 +152,14 @@ class TopKTarget:
     )
     rest: Tensor | None = None  # int64 [N, M]; draws from the rest, from which forward KL learns what is in it
     rest_entropy: Tensor | None = None  # [N]; of the teacher within the rest: what these draws cost at least
+    absent: Tensor | None = None  # bool [N, K]; entries that are none: they repeat the id of another one of the row
 
     def to(self, device: torch.device) -> TopKTarget:
         return _moved(self, device)
 
     def select(self, rows: Tensor) -> TopKTarget:
-        rest, entropy = (None if x is None else x[rows] for x in (self.rest, self.rest_entropy))
-        return TopKTarget(self.ids[rows], self.logprobs[rows], self.tail[rows], self.width, rest, entropy)
+        rest, entropy, absent = (None if x is None else x[rows] for x in (self.rest, self.rest_entropy, self.absent))
+        return TopKTarget(self.ids[rows], self.logprobs[rows], self.tail[rows], self.width, rest, entropy, absent)
 
 
 @dataclass(frozen=True)
@@ -214,7 +251,11 @@ class Teacher(Protocol):
 
     def prepare(self, batch: Batch) -> Any:
         """What can be made ready before `targets` is called, on the host and on another thread. Has it `counts`, they are
-        logged."""
+        logged; has it `known` [N], the teacher says something at those rows only."""
+        ...
+
+    def complete(self, batch: Batch, prepared: Any) -> Any:
+        """What was prepared, with what had to be left undone then: computing what a cache lacks."""
         ...
 
     def targets(self, batch: Batch, prepared: Any) -> Target:
@@ -233,7 +274,7 @@ def _moved(record: Any, device: torch.device) -> Any:
         value = getattr(record, part.name)
         if isinstance(value, Tensor):
             changed[part.name] = value.to(device, non_blocking=True)
-        elif isinstance(value, Rows | Chunks | Relation | DenseTarget | TopKTarget):
+        elif isinstance(value, Rows | Chunks | Relation | DenseTarget | TopKTarget | Spelling):
             changed[part.name] = _moved(value, device)
         elif part.name == "mean":
             changed[part.name] = [(share, _moved(one, device)) for share, one in value]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tiny_cross import random_case, truncated
+from tiny_spelling import random_spelling
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -149,6 +150,7 @@ def special(world: int) -> dict[str, SlicedCall]:
         "one id a rank": one_id_a_rank(world),
         "top-k with draws from the rest": with_draws(make(world, "forward_kl", "top-k", 1.0, "everything")),
         **across(world),
+        **spelled(world),
         "bfloat16": narrow_dtype(again, torch.bfloat16),
         "float32": narrow_dtype(again, torch.float32),
     }
@@ -186,6 +188,24 @@ def across(world: int) -> dict[str, SlicedCall]:
                 options = {"labels": labels, "ce_weight": 0.4, "divergence": divergence, "chunk_rows": 5}
                 call = SlicedCall(sizes, hidden, weight, [(1.0, whole)], options=options)
                 found[f"across · {method} · {kind} · {divergence}"] = call
+    return found
+
+
+def spelled(world: int) -> dict[str, SlicedCall]:
+    """29 ids, of which the last 4 are padding; one rank holds a single id, another none that the teacher knows."""
+    found = {}
+    for name, sizes in (("uneven", {2: [28, 1], 4: [11, 1, 14, 3]}), ("even", {2: [15, 14], 4: [8, 7, 7, 7]})):
+        for temperature, divergence in ((1.0, "forward_kl"), (2.5, "jsd")):
+            hidden, weight, labels, target = random_spelling(3)
+            options = {
+                "labels": labels,
+                "ce_weight": 0.4,
+                "divergence": divergence,
+                "temperature": temperature,
+                "chunk_rows": 5,
+            }
+            call = SlicedCall(sizes[world], hidden, weight, [(1.0, target)], whole_teacher=True, options=options)
+            found[f"spelled · {name} · {divergence}"] = call
     return found
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from tiny_models import write_jsonl
 
-from potstill.config import DataConfig
+from potstill.config import DataConfig, LossConfig
 from potstill.data import Windows
 from potstill.models import LanguageModel
+from potstill.teachers.weighing import ask
 from potstill.training.student import LossKnobs, StudentLoss
 
 KD = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
@@ -61,7 +62,7 @@ def step(student: LanguageModel, batches, targets, knobs: LossKnobs = KD):
     tokens = sum(batch.supervised_tokens for batch in batches)
     total = 0.0
     for batch, target in zip(batches, targets, strict=True):
-        loss, _ = module(batch, [(1.0, target)], tokens, knobs)
+        loss, _ = module(batch, target if isinstance(target, list) else [(1.0, target)], tokens, knobs)
         loss.backward()
         total += loss.item()
     return total, {name: p.grad.clone() for name, p in module.named_parameters()}
@@ -74,4 +75,5 @@ def relative(ours, theirs) -> float:
 
 
 def answers(teacher, batches):
-    return [teacher.targets(batch, teacher.prepare(batch)) for batch in batches]
+    """The teacher's targets of each batch, with their weights."""
+    return [ask([teacher], [teacher.complete(batch, teacher.prepare(batch))], batch, LossConfig()) for batch in batches]

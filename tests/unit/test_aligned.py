@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from taught import answers
 from tiny import CPU, LLAMA, batch_of, tiny
 
 from potstill.config import AcrossConfig, StudentConfig
@@ -31,7 +32,7 @@ def gradients(student, teacher, batches, knobs=KNOBS):
     module.zero_grad()
     tokens, kd = sum(batch.supervised_tokens for batch in batches), 0.0
     for batch in batches:
-        loss, sums = module(batch, [(1.0, teacher.targets(batch, teacher.prepare(batch)))], tokens, knobs)
+        loss, sums = module(batch, answers(teacher, [batch])[0], tokens, knobs)
         loss.backward()
         kd += float(sums[1])
     return kd, torch.cat([p.grad.flatten() for p in module.parameters()])
@@ -49,7 +50,7 @@ def aligned(student, teacher, method, **options):
     return AlignedTeacher(teacher, Pairing(student.tokenizer, teacher.tokenizer, across), "teacher", **options)
 
 
-@pytest.mark.parametrize("method", ["shared", "projection"])
+@pytest.mark.parametrize("method", ["spelled", "shared", "projection"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_with_the_same_tokenizer_it_is_the_plain_divergence(teacher, method, temperature):
     student = tiny(0)
@@ -62,7 +63,7 @@ def test_with_the_same_tokenizer_it_is_the_plain_divergence(teacher, method, tem
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["shared", "projection", "chunk", "uld"])
+@pytest.mark.parametrize("method", ["spelled", "shared", "projection", "chunk", "uld"])
 def test_another_tokenizer_and_any_split(teacher, method):
     """Packed or not, in one micro-batch or four; with texts that end and texts that go on in another piece."""
     student = load_student(StudentConfig(config=LLAMA, tokenizer="shipped:tokenizers/pieces-1k"), CPU, 0)

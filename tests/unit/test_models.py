@@ -5,7 +5,7 @@ import torch
 from tiny import CPU, LLAMA, TOKENIZER, batch_of, examples, tiny
 
 from potstill.config import StudentConfig, TeacherConfig
-from potstill.losses.rows import target_logits
+from potstill.losses.dense import target_logits
 from potstill.models import hidden_states, keep_layers, load_student, load_teacher, load_tokenizer, shared_ids
 from potstill.types import PotstillError
 

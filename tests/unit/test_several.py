@@ -200,7 +200,7 @@ def text_logprobs(model: str, text: str) -> float:
 @pytest.mark.parametrize("cross", [False, True], ids=["one tokenizer", "two tokenizers"])
 def test_confidence_by_the_likelihood_of_the_text(models, student, file, cross):
     chosen = [models[0], models[2] if cross else models[1]]
-    configs = [{"model": chosen[0], "weight": 2.0}, {"model": chosen[1]}]
+    configs = [{"model": chosen[0], "weight": 2.0}, {"model": chosen[1], "across": {"method": "shared"}}]
     teachers, batches, settings = open_all(configs, student, file, confidence="ce")
     for batch, targets in zip(batches, asked(teachers, batches, settings), strict=True):
         for rows, example in zip(by_document(batch), batch.examples, strict=True):
@@ -220,7 +220,7 @@ def test_confidence_by_the_likelihood_of_the_text(models, student, file, cross):
 def _in_chunks(teacher, batch, target, rows) -> float:
     """What the teacher thinks of a document's chunks, a student's token, from its own logits."""
     made = teacher.prepare(batch)
-    hidden = teacher.language_model.hidden(made.batch, made.first)
+    hidden = teacher.language_model.hidden(made.batch, made.positions[: len(made.found.begin)])
     head = teacher.language_model.at_rows(hidden, len(teacher.language_model.tokenizer))
     logp = (head.hidden @ head.weight.t()).log_softmax(-1)
     first = logp.gather(-1, target.token[:, None]).squeeze(-1) + target.inner

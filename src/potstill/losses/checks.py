@@ -114,6 +114,13 @@ def _check_dense(target: DenseTarget, n: int, v: int, sharded: bool) -> None:
         for _, part in target.mean:
             _check_dense(part, n, v, sharded)
         return
+    if target.spelled is not None:
+        rows = target.spelled.place.shape[0]
+        if rows != n:
+            raise ValueError(f"the teacher has {rows} rows and the student {n}")
+        if not sharded and target.width > v:
+            _refuse_wide(target.width, v)
+        return
     source = target.logits if target.logits is not None else target.hidden
     if source is None or (target.logits is None and target.weight is None):
         raise ValueError("a DenseTarget needs hidden and weight, or logits")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from potstill.losses.dense import log_probs, target_logits
 from potstill.losses.divergences import LOG_FLOOR
 from potstill.losses.fused import CHUNK_BYTES
-from potstill.losses.rows import log_probs, target_logits
-from potstill.types import CrossTarget, DenseTarget, SampledTarget, Target, TopKTarget
+from potstill.types import CrossTarget, DenseTarget, SampledTarget, Spelling, Target, TopKTarget
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,10 @@ def _against(teacher: Target, rows: slice, logits: Tensor) -> tuple[Tensor | Non
     if isinstance(teacher, TopKTarget):
         ids, logprobs = teacher.ids[rows], teacher.logprobs[rows]
         rest = logq.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-        logq = torch.cat([logq.gather(-1, ids), rest], -1).clamp_(min=LOG_FLOOR)
+        kept = logq.gather(-1, ids)
+        if teacher.absent is not None:
+            kept = kept.masked_fill(teacher.absent[rows], -torch.inf)
+        logq = torch.cat([kept, rest], -1).clamp_(min=LOG_FLOOR)
         logp = torch.cat([logprobs, teacher.tail[rows, None]], -1).float().clamp_(min=LOG_FLOOR)
         top = ids.gather(-1, logprobs.argmax(-1, keepdim=True)).squeeze(-1)
     else:
@@ -85,7 +88,7 @@ def label_logprobs(target: DenseTarget, labels: Tensor, temperature: float = 1.0
     parts = [torch.zeros(0, device=labels.device)]
     for start in range(0, labels.shape[0], chunk):
         rows = slice(start, start + chunk)
-        logp = log_probs(target_logits(target, rows).div_(temperature))
+        logp = log_probs(target_logits(target, rows) / temperature)
         parts.append(logp.gather(-1, labels[rows, None]).squeeze(-1))
     return torch.cat(parts)
 
@@ -140,8 +143,12 @@ def _confidence(target: DenseTarget | TopKTarget, labels: Tensor, what: str) -> 
 
 
 @torch.no_grad()
-def shared_mass(target: CrossTarget, most: int) -> Tensor:
-    """The teacher's mass on ids that the student has too, at a sample of chunks [at most `most`]."""
+def shared_mass(target: CrossTarget | Spelling, most: int) -> Tensor:
+    """The teacher's mass on ids that the student has too, at a sample of its places [at most `most`]."""
+    if isinstance(target, Spelling):
+        places = target.place[:: max(1, target.place.shape[0] // most)][:most]
+        logp = log_probs(target_logits(target.source.select(places), slice(None)))
+        return (logp.exp() * target.whole).sum(-1)
     start, count = target.start, target.token.shape[0]
     if start is None or not count:
         return torch.zeros(0, device=target.token.device)

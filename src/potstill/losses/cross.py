@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from potstill.losses.dense import log_probs, target_logits
 from potstill.losses.divergences import LOG_FLOOR, Block
-from potstill.losses.rows import Call, Scratch, gated, log_probs, softmax, target_logits
+from potstill.losses.rows import Call, Scratch, gated, softmax
 from potstill.losses.vocab_parallel import Columns
 from potstill.types import CrossTarget, DenseTarget, Relation, TopKTarget
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from potstill.losses.checks import check_call
 from potstill.losses.cross import OpenedChunks
+from potstill.losses.dense import head_logits, target_logits
 from potstill.losses.divergences import Knobs
-from potstill.losses.rows import Call, Opened, Scratch, head_logits, loss_of_rows, target_logits
-from potstill.losses.vocab_parallel import shared_columns
+from potstill.losses.rows import Call, Opened, Scratch, loss_of_rows
+from potstill.losses.vocab_parallel import Columns, shared_columns
 from potstill.types import CrossTarget, DenseTarget, Target
 
 CHUNK_BYTES = 192 * 2**20  # of one [n, V] buffer; with few rows a product mostly moves the head about
@@ -161,7 +162,10 @@ def _chunks(
     chunks = list(_cut(rows, n, opened))
     n = max((chunk.stop - chunk.start for chunk in chunks), default=n)
     student = _room(0, n, vocabulary, compute, hidden.device)
-    teachers = [_room_for(target, place, n, compute) for place, (_, target) in enumerate(call.targets, 1)]
+    teachers = [
+        _room_for(target, place, n, compute, call.columns, hidden.device)
+        for place, (_, target) in enumerate(call.targets, 1)
+    ]
     scratch = Scratch(b, vocabulary, compute, hidden.device)
 
     for chunk in chunks:
@@ -218,14 +222,16 @@ def _cut(rows: int, n: int, opened: Sequence[Opened]) -> Iterator[slice]:
         start = stop
 
 
-def _room_for(target: Target | Opened, place: int, rows: int, compute: torch.dtype) -> Tensor | None:
+def _room_for(
+    target: Target | Opened, place: int, rows: int, compute: torch.dtype, columns: Columns, device: torch.device
+) -> Tensor | None:
     """Room for a chunk of a dense teacher's logits; the divergence works in it, so ready logits are copied there too."""
     if not isinstance(target, DenseTarget):
         return None
-    part = target.mean[0][1] if target.mean else target
-    source = part.logits if part.logits is not None else part.hidden
-    assert source is not None
-    return _room(place, rows, target.width, compute, source.device)
+    width = target.width
+    if target.spelled is not None:  # whole on every rank, but spelled in this rank's columns
+        width = min(max(width - columns.start, 0), columns.size)
+    return _room(place, rows, width, compute, device)
 
 
 class _Kept(threading.local):

@@ -74,66 +74,6 @@ class Scratch:
         return self._buffers[name].view(-1)[: rows * width].view(rows, width)
 
 
-def head_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """softcap(scale · (hidden · weightᵀ + bias)), in float32 at least."""
-    if out is None or out.dtype != hidden.dtype:
-        product = hidden @ weight.t()
-        logits = product.to(torch.promote_types(hidden.dtype, torch.float32)) if out is None else out.copy_(product)
-    else:
-        logits = torch.mm(hidden, weight.t(), out=out)
-    if bias is not None:
-        logits += bias
-    if logit_scale != 1.0:
-        logits *= logit_scale
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
-    return logits
-
-
-def target_logits(
-    target: DenseTarget,
-    rows: slice,
-    out: Tensor | None = None,
-    temperature: float = 1.0,
-    columns: Columns | None = None,
-) -> Tensor:
-    """A dense teacher's logits at some rows. The mean of several is one at a temperature."""
-    if target.mean:
-        mean = _mean_log_probs(target, rows, temperature, columns).mul_(temperature)
-        return mean if out is None else out.copy_(mean)
-    if target.logits is not None:
-        logits = target.logits[rows]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)) if out is None else out.copy_(logits)
-    assert target.hidden is not None and target.weight is not None
-    weight = target.weight.to(target.hidden.dtype)
-    return head_logits(target.hidden[rows], weight, target.bias, target.softcap, target.logit_scale, out)
-
-
-def _mean_log_probs(target: DenseTarget, rows: slice, temperature: float, columns: Columns | None) -> Tensor:
-    columns = columns or Columns(target.width, target.width)
-    total: Tensor | None = None
-    for share, part in target.mean:
-        logp = target_logits(part, rows).div_(temperature)
-        (largest,) = columns.largest(logp.amax(-1) if logp.shape[1] else logp.new_full(logp.shape[:1], -math.inf))
-        (mass,) = columns.total(logp.sub_(largest[:, None]).exp().sum(-1))
-        logp.sub_(mass.log_()[:, None]).add_(math.log(share))
-        total = logp if total is None else torch.logaddexp(total, logp, out=total)
-    assert total is not None
-    return total
-
-
-def log_probs(logits: Tensor) -> Tensor:
-    """log softmax, floored: see divergences.LOG_FLOOR."""
-    return torch.log_softmax(logits, -1).clamp_(min=LOG_FLOOR)
-
-
 def loss_of_rows(
     z: Tensor, teachers: Sequence[Tensor | None], rows: slice, call: Call, scratch: Scratch, differentiate: bool
 ) -> tuple[Tensor, Tensor]:
@@ -302,6 +242,9 @@ def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tens
     where, inside = columns.local(ids)
     z[:, columns.beyond(target.width) :] = -math.inf
     kept = columns.gather(z, ids, -math.inf)
+    absent = None if target.absent is None else target.absent[rows]
+    if absent is not None:
+        kept = kept.masked_fill(absent, -math.inf)
     if inside is None:
         z.scatter_(-1, where, -math.inf)
     else:  # ids of other ranks must not overwrite a column here
@@ -320,7 +263,8 @@ def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tens
     logq = torch.cat([kept, rest[:, None]], -1).sub_(log_mass[:, None]).clamp_(min=LOG_FLOOR)
     logp = torch.cat([target.logprobs[rows].to(z.dtype), tail], -1).clamp_(min=LOG_FLOOR)
     p, q = logp.exp(), logq.exp()
-    present = torch.cat([torch.ones_like(kept), (tail > -math.inf).to(z.dtype)], -1)
+    there = torch.ones_like(kept) if absent is None else (~absent).to(z.dtype)
+    present = torch.cat([there, (tail > -math.inf).to(z.dtype)], -1)
     if inside is not None:  # a bucket counts on the rank that holds its id; the rest on the first, though all need it
         here = torch.cat([inside, torch.ones_like(inside[:, :1])], -1)
         logp, logq, p, q, present = (x.masked_fill(~here, 0.0) for x in (logp, logq, p, q, present))
@@ -344,6 +288,7 @@ def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tens
         each = (-share / places.shape[1])[:, None].expand_as(places)
         z.scatter_add_(-1, places, each if held is None else each * held)
     kept_grad = grad[:, :-1] if inside is None else grad[:, :-1].masked_fill(~inside, 0.0)
+    kept_grad = kept_grad if absent is None else kept_grad.masked_fill(absent, 0.0)
     z.scatter_add_(-1, where, kept_grad)  # kept columns are exp(−inf) = 0 until here
     return value, factor
 

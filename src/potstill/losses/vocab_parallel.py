@@ -98,7 +98,7 @@ def shared_columns(
     for share, target in targets:
         if isinstance(target, DenseTarget):
             held = widths_of.pop(0)
-            if min(held) > columns.widest:
+            if target.spelled is not None or min(held) > columns.widest:
                 whole = held[rank]
                 held = [min(max(whole - at, 0), n) for at, n in zip(starts, sizes, strict=False)]
                 check_slices(sizes, held, whole)
@@ -114,6 +114,8 @@ def _narrowed(target: DenseTarget, start: int, width: int) -> DenseTarget:
     """The same teacher over some of its ids; views, no copies."""
     if target.mean:
         return replace(target, mean=[(share, _narrowed(part, start, width)) for share, part in target.mean])
+    if target.spelled is not None:
+        return target  # it is spelled in the columns that are asked for
     return replace(
         target,
         weight=None if target.weight is None else target.weight.narrow(0, min(start, target.width), width),

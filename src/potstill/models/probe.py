@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from potstill.losses.rows import head_logits
+from potstill.losses.dense import head_logits
 from potstill.models.language_model import LanguageModel, hidden_states
 from potstill.models.libraries import reason
 from potstill.types import Batch, DenseTarget, PotstillError, Rows

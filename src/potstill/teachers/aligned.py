@@ -21,8 +21,9 @@ from potstill.teachers.codec import Chosen, Document, Format, read_chosen, read_
 from potstill.teachers.pairing import Aligned, Pairing, align_rows
 from potstill.teachers.reading import TeacherText, piece_of
 from potstill.teachers.shelf import Shelf
+from potstill.teachers.spelling import Spelled, Speller, spell_rows
 from potstill.text.chat import ChatRenderer
-from potstill.types import Batch, CrossTarget, DenseTarget, Example, PotstillError, TopKTarget
+from potstill.types import Batch, CrossTarget, DenseTarget, Example, PotstillError, Target, TopKTarget
 
 
 class Rereader:
@@ -67,17 +68,25 @@ _NOTHING = Example("", "", np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.boo
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Where a teacher's answers to a batch's chunks stand: what predicts each chunk's first token, and its other ones."""
+class Asked:
+    """A teacher's own batch, and the positions in it that predict what is asked for: the tokens of the method `spelled`, or the
+    chunks' first tokens and then their others."""
 
     batch: Batch
-    found: Aligned
-    first: Tensor  # int64 [C]
-    inner: Tensor  # int64 [T]
+    found: Aligned | Spelled
+    positions: Tensor  # int64
 
     @property
     def counts(self) -> Mapping[str, int]:
         return self.found.counts
+
+    @property
+    def known(self) -> Any:
+        return _known(self.found)
+
+
+def _known(found: Aligned | Spelled) -> Any:
+    return found.known if isinstance(found, Spelled) else None
 
 
 class AlignedTeacher:
@@ -97,33 +106,40 @@ class AlignedTeacher:
         self.language_model = language_model
         self.name = name
         self.weight = weight
-        self._pairing = pairing
+        self._pairing, self._speller = pairing, Speller(pairing)
         self._temperature = temperature
         self._reread = Rereader(language_model.tokenizer, language_model.positions, kwargs or {}, prompt)
 
     def lacks(self, batch: Batch) -> Sequence[int]:
         return ()
 
-    def prepare(self, batch: Batch) -> Rows:
-        """The teacher's own batch, the chunks, and where in that batch their tokens are predicted."""
+    def prepare(self, batch: Batch) -> Asked:
         read = self._reread(batch.examples)
-        found = align_rows(self._pairing, batch, read)
         theirs = collate([[example] for example in read], pad_id=0)
         width = theirs.input_ids.shape[1]
-        first = found.document * width + found.begin - 1
-        inner = found.document[found.inner_owner] * width + found.inner - 1
-        return Rows(theirs, found, torch.from_numpy(first), torch.from_numpy(inner))
+        found: Aligned | Spelled
+        if self._pairing.across.method == "spelled":
+            found = spell_rows(self._pairing, batch, read)
+            positions = found.document * width + found.place - 1
+        else:
+            found = align_rows(self._pairing, batch, read)
+            first = found.document * width + found.begin - 1
+            inner = found.document[found.inner_owner] * width + found.inner - 1
+            positions = np.concatenate([first, inner])
+        return Asked(theirs, found, torch.from_numpy(positions))
+
+    def complete(self, batch: Batch, prepared: Asked) -> Asked:
+        return prepared
 
     @torch.no_grad()
-    def targets(self, batch: Batch, prepared: Rows) -> CrossTarget:
-        device = batch.input_ids.device
-        positions = torch.cat([prepared.first, prepared.inner]).to(device)
-        hidden = self.language_model.hidden(prepared.batch.to(device), positions)
-        at_first, at_inner = (
-            self.language_model.at_rows(h, len(self._pairing.teacher))
-            for h in hidden.split([len(prepared.first), len(prepared.inner)])
-        )
-        return cross_target(self._pairing, prepared.found, at_first, at_inner, device, self._temperature)
+    def targets(self, batch: Batch, prepared: Asked) -> Target:
+        device, found = batch.input_ids.device, prepared.found
+        hidden = self.language_model.hidden(prepared.batch.to(device), prepared.positions.to(device))
+        head = self.language_model.at_rows(hidden, len(self._pairing.teacher))
+        if isinstance(found, Spelled):
+            return self._speller.dense(found, head, device, self._temperature)
+        at_first, at_inner = (replace(head, hidden=h) for h in hidden.split([len(found.begin), len(found.inner)]))
+        return cross_target(self._pairing, found, at_first, at_inner, device, self._temperature)
 
     def close(self) -> None:
         """It keeps nothing."""
@@ -131,17 +147,21 @@ class AlignedTeacher:
 
 @dataclass(frozen=True)
 class Decoded:
-    """The chunks of a batch with what a cache holds about them, on the host."""
+    """A batch with what a cache holds about it, on the host."""
 
-    found: Aligned
-    hidden: tuple[Tensor, Tensor] | None = None  # of kind hidden: at first tokens [C, H] and at the others [T, H]
-    start: TopKTarget | None = None
+    found: Aligned | Spelled
+    hidden: Tensor | None = None  # of kind hidden, in the order of `Asked.positions`
+    start: TopKTarget | None = None  # of kind top_k: at the chunks' first tokens, or, spelled, at the rows
     logprob: Tensor | None = None  # [C]
     inner: Tensor | None = None  # [C]
 
     @property
     def counts(self) -> Mapping[str, int]:
         return self.found.counts
+
+    @property
+    def known(self) -> Any:
+        return _known(self.found)
 
 
 class AlignedCached:
@@ -154,7 +174,7 @@ class AlignedCached:
         self.weight = weight
         self.shelf = shelf
         self.form = shelf.cache.form
-        self._pairing = pairing
+        self._pairing, self._speller = pairing, Speller(pairing)
         self._temperature = temperature
         self._head: dict[torch.device, DenseTarget] = {}
 
@@ -167,11 +187,13 @@ class AlignedCached:
         if documents is None:
             return None
         read = [_as_read(d, example) for d, example in zip(documents, batch.examples, strict=True)]
+        if self._pairing.across.method == "spelled":
+            return self._spelled(spell_rows(self._pairing, batch, read), documents)
         found = align_rows(self._pairing, batch, read)
         first = _chosen(documents, found.document, found.begin)
         inner = _chosen(documents, found.document[found.inner_owner], found.inner)
         if self.form.kind == "hidden":
-            return Decoded(found, hidden=(hidden_rows(first), hidden_rows(inner)))
+            return Decoded(found, hidden=torch.cat([hidden_rows(first), hidden_rows(inner)]))
         start = None
         logprob = torch.from_numpy(read_chosen(first))
         if self._pairing.across.method != "chunk":
@@ -182,23 +204,43 @@ class AlignedCached:
         sums = torch.zeros(len(logprob)).index_add_(0, owner, torch.from_numpy(read_chosen(inner)))
         return Decoded(found, start=start, logprob=logprob, inner=sums)
 
-    @torch.no_grad()
-    def targets(self, batch: Batch, prepared: Decoded | None) -> CrossTarget:
+    def _spelled(self, found: Spelled, documents: Sequence[Document]) -> Decoded:
+        rows = _chosen(documents, found.document, found.place)
+        if self.form.kind == "hidden":
+            return Decoded(found, hidden=hidden_rows(rows))
+        if not len(found.token):
+            return Decoded(found)
+        return Decoded(found, start=self._speller.top_k(found, *read_top_k(rows, self._temperature), read_chosen(rows)))
+
+    def complete(self, batch: Batch, prepared: Decoded | None) -> Decoded | None:
         if prepared is None:
             self.shelf.compute(batch.examples)
             prepared = self.prepare(batch)
+        return prepared
+
+    @torch.no_grad()
+    def targets(self, batch: Batch, prepared: Decoded | None) -> Target:
+        prepared = self.complete(batch, prepared)
         assert prepared is not None
         device, found = batch.input_ids.device, prepared.found
         if prepared.hidden is not None:
-            head = self._head_on(device)
-            at_first, at_inner = (replace(head, hidden=h.to(device, non_blocking=True)) for h in prepared.hidden)
+            head = replace(self._head_on(device), hidden=prepared.hidden.to(device, non_blocking=True))
+            if isinstance(found, Spelled):
+                return self._speller.dense(found, head, device, self._temperature)
+            assert head.hidden is not None
+            parts = head.hidden.split([len(found.begin), len(found.inner)])
+            at_first, at_inner = (replace(head, hidden=h) for h in parts)
             return cross_target(self._pairing, found, at_first, at_inner, device, self._temperature)
+        start = None if prepared.start is None else prepared.start.to(device)
+        if isinstance(found, Spelled):
+            assert start is not None
+            return start
         assert prepared.logprob is not None and prepared.inner is not None
         return CrossTarget(
             self._pairing.across.method,
             found.chunks.to(device),
             self._pairing.relation(device),
-            None if prepared.start is None else prepared.start.to(device),
+            start,
             torch.from_numpy(found.token).to(device),
             prepared.logprob.to(device),
             prepared.inner.to(device),

@@ -49,10 +49,14 @@ class CachedTeacher:
             return None
         return self._decoded([(d, _rows(d, example)) for d, example in zip(documents, batch.examples, strict=True)])
 
-    def targets(self, batch: Batch, prepared: Target | None) -> Target:
+    def complete(self, batch: Batch, prepared: Target | None) -> Target | None:
         if prepared is None:
             self.shelf.compute(batch.examples)
             prepared = self.prepare(batch)
+        return prepared
+
+    def targets(self, batch: Batch, prepared: Target | None) -> Target:
+        prepared = self.complete(batch, prepared)
         assert prepared is not None
         device = batch.input_ids.device
         if isinstance(prepared, DenseTarget):

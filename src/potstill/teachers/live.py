@@ -26,6 +26,9 @@ class LiveTeacher:
     def prepare(self, batch: Batch) -> None:
         """There is nothing to do without the device."""
 
+    def complete(self, batch: Batch, prepared: Any) -> Any:
+        return prepared
+
     @torch.no_grad()  # not inference_mode: its tensors could not enter the student's backward
     def targets(self, batch: Batch, prepared: Any = None) -> DenseTarget:
         hidden = self.language_model.hidden(batch, batch.rows.teacher)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from potstill.config import AcrossConfig
-from potstill.text import Alignment, TokenTable, align_batch, align_spans, vocab_map
+from potstill.text import Alignment, Lexicon, TokenTable, align_batch, align_spans, lexicon, vocab_map
 from potstill.types import Batch, Chunks, Example, PotstillError, Relation
 
 Ints = npt.NDArray[np.int64]
@@ -35,6 +35,10 @@ class Pairing:
     @cached_property
     def map(self) -> Any:
         return vocab_map(self.student, self.teacher, decay=self.across.decay)
+
+    @cached_property
+    def lexicon(self) -> Lexicon:
+        return lexicon(self.teacher, self.student, vocab_map(self.teacher, self.student))
 
     def relation(self, device: torch.device) -> Relation:
         if device not in self._relations:
@@ -145,31 +149,38 @@ class Aligned:
     counts: Mapping[str, int]
 
 
-def align_rows(pairing: Pairing, batch: Batch, read: Sequence[Example]) -> Aligned:
-    """The rows of a batch as chunks. `read`: its documents in the teacher's tokens."""
+@dataclass(frozen=True)
+class Kept:
+    """The chunks of a batch that may enter a loss, one after the other."""
+
+    document: Ints  # [C]
+    student: tuple[Ints, Ints]  # [C]; the tokens of each in its document, from … to
+    teacher: tuple[Ints, Ints]
+    first: Ints  # [C]; row of its first token
+    teacher_ids: Ints  # of all documents …
+    teacher_starts: Ints  # … which begin here
+    counts: Mapping[str, int]
+
+    def teacher_token(self, chunk: Ints, place: Ints) -> Ints:
+        """The teacher's ids at places of the documents of chunks."""
+        return self.teacher_ids[self.teacher_starts[self.document[chunk]] + place]
+
+
+def kept_chunks(pairing: Pairing, batch: Batch, read: Sequence[Example]) -> Kept:
     kept = pairing.chunks(batch.examples, read)
-    document = np.repeat(np.arange(len(kept)), [len(k) for k in kept])
     s0, s1, t0, t1 = np.concatenate([*kept, np.zeros((0, 4), dtype=np.int64)]).T
     before = np.concatenate([[0], np.cumsum([example.supervised_tokens for example in batch.examples])])
     row_of = [np.cumsum(e.supervised) - 1 + begin for e, begin in zip(batch.examples, before[:-1], strict=True)]
-    first = np.concatenate([NONE, *(rows[k[:, 0]] for rows, k in zip(row_of, kept, strict=True))])
-    owner, step = _expanded(s1 - s0 - 1)
-    teacher_owner, teacher_step = _expanded(t1 - t0 - 1)
-    inner = (first[owner] + 1 + step).astype(np.int64)
-    place = (t0[teacher_owner] + 1 + teacher_step).astype(np.int64)
     ids = [np.asarray(example.ids, dtype=np.int64) for example in read]
-    flat = np.concatenate([NONE, *ids])
-    starts = np.concatenate([[0], np.cumsum([len(i) for i in ids])])
-    return Aligned(
-        Chunks(torch.from_numpy(first), torch.from_numpy(inner), torch.from_numpy(owner), first, inner),
-        document,
-        t0,
-        flat[starts[document] + t0],
-        place,
-        flat[starts[document[teacher_owner]] + place],
-        teacher_owner,
+    return Kept(
+        np.repeat(np.arange(len(kept)), [len(k) for k in kept]),
+        (s0, s1),
+        (t0, t1),
+        np.concatenate([NONE, *(rows[k[:, 0]] for rows, k in zip(row_of, kept, strict=True))]),
+        np.concatenate([NONE, *ids]),
+        np.concatenate([[0], np.cumsum([len(i) for i in ids])]),
         {
-            "chunks": len(first),
+            "chunks": len(s0),
             "one_to_one": int(((s1 - s0 == 1) & (t1 - t0 == 1)).sum()),
             "tokens": batch.supervised_tokens,
             "tokens_in_chunks": int((s1 - s0).sum()),
@@ -179,7 +190,27 @@ def align_rows(pairing: Pairing, batch: Batch, read: Sequence[Example]) -> Align
     )
 
 
-def _expanded(counts: Ints) -> tuple[Ints, Ints]:
+def align_rows(pairing: Pairing, batch: Batch, read: Sequence[Example]) -> Aligned:
+    """The rows of a batch as chunks. `read`: its documents in the teacher's tokens."""
+    kept = kept_chunks(pairing, batch, read)
+    (s0, s1), (t0, t1), first = kept.student, kept.teacher, kept.first
+    owner, step = expanded(s1 - s0 - 1)
+    teacher_owner, teacher_step = expanded(t1 - t0 - 1)
+    inner = (first[owner] + 1 + step).astype(np.int64)
+    place = (t0[teacher_owner] + 1 + teacher_step).astype(np.int64)
+    return Aligned(
+        Chunks(torch.from_numpy(first), torch.from_numpy(inner), torch.from_numpy(owner), first, inner),
+        kept.document,
+        t0,
+        kept.teacher_token(np.arange(len(t0)), t0),
+        place,
+        kept.teacher_token(teacher_owner, place),
+        teacher_owner,
+        kept.counts,
+    )
+
+
+def expanded(counts: Ints) -> tuple[Ints, Ints]:
     """For each of `counts` so many entries: whose they are, and 0, 1, 2 …"""
     owner = np.repeat(np.arange(len(counts)), counts)
     begins = np.cumsum(counts) - counts

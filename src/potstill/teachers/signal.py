@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from potstill.losses.rows import LOG2_E, target_logits
+from potstill.losses.dense import target_logits
+from potstill.losses.rows import LOG2_E
 from potstill.teachers.codec import Format
 from potstill.types import DenseTarget
 

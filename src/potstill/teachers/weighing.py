@@ -5,7 +5,6 @@ The weights of a document's teachers always sum to the sum of the recipe's weigh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,11 +23,11 @@ from potstill.types import (
     DenseTarget,
     Example,
     PotstillError,
-    SampledTarget,
     Target,
     Teacher,
-    TopKTarget,
 )
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,12 @@ class RoutedTeacher:
         keep, asked = self._asked(batch)
         return Routed(keep, asked, None if asked is None else self.teacher.prepare(asked))
 
+    def complete(self, batch: Batch, prepared: Routed) -> Routed:
+        if prepared.batch is None:
+            return prepared
+        asked = prepared.batch.to(batch.input_ids.device)
+        return replace(prepared, ready=self.teacher.complete(asked, prepared.ready))
+
     def targets(self, batch: Batch, prepared: Routed) -> Target:
         assert prepared.batch is not None
         device = batch.input_ids.device
@@ -84,63 +89,61 @@ def _rows_of(batch: Batch) -> list[int]:
     return [example.supervised_tokens for example in batch.examples]
 
 
-def _spread(target: Target, rows: npt.NDArray[np.int64], count: int, device: torch.device) -> Target:
-    """A target of some rows as one of all, with something harmless in the others: their weight is 0."""
-    at = torch.from_numpy(rows).to(device)
-
-    def spread(values: Tensor, fill: Tensor | float) -> Tensor:
-        out = values.new_empty((count, *values.shape[1:]))
-        out[:] = fill
-        return out.index_copy_(0, at, values)
-
+def _spread(target: Target, rows: Ints, count: int, device: torch.device) -> Target:
+    """A target of some rows as one of all. The others repeat what comes before them; their weight is 0."""
     if isinstance(target, CrossTarget):
-        chunks = target.chunks
+        at, chunks = torch.from_numpy(rows).to(device), target.chunks
         first, inner = rows[chunks.first_host], rows[chunks.inner_host]
         moved = replace(chunks, first=at[chunks.first], inner=at[chunks.inner], first_host=first, inner_host=inner)
         return replace(target, chunks=moved)
-    if isinstance(target, DenseTarget):
-        assert target.hidden is not None
-        return replace(target, hidden=spread(target.hidden, 0.0))
-    places = torch.arange(target.ids.shape[1], device=device)
-    if isinstance(target, SampledTarget):
-        entropy = None if target.entropy is None else spread(target.entropy, 0.0)
-        return replace(target, ids=spread(target.ids, places), weights=spread(target.weights, 0.0), entropy=entropy)
-    even = -math.log(len(places) + 1)
-    return TopKTarget(
-        spread(target.ids, places),
-        spread(target.logprobs, even),
-        spread(target.tail, even),
-        target.width,
-        None if target.rest is None else spread(target.rest, len(places)),
-        None if target.rest_entropy is None else spread(target.rest_entropy, 0.0),
-    )
+    return target.select(torch.from_numpy(np.maximum(np.searchsorted(rows, np.arange(count), side="right") - 1, 0)))
+
+
+def complete(teachers: Sequence[Teacher], ready: Sequence[Any], batch: Batch) -> list[Any]:
+    """What the teachers made ready, with what could not be done then."""
+    return [teacher.complete(batch, made) for teacher, made in zip(teachers, ready, strict=True)]
 
 
 def ask(
     teachers: Sequence[Teacher], ready: Sequence[Any], batch: Batch, loss: LossConfig
 ) -> list[tuple[float | Tensor, Target]]:
-    """The targets of a batch, each with its weight, or with one for each row."""
-    asked = [
-        (teacher, made)
-        for teacher, made in zip(teachers, ready, strict=True)
-        if not (isinstance(made, Routed) and made.batch is None)
-    ]
+    """The targets of a batch, each with its weight, or with one for each row. `ready` is complete."""
+    asked = [(teacher, made) for teacher, made in zip(teachers, ready, strict=True) if _has_a_say(made)]
     targets = [teacher.targets(batch, made) for teacher, made in asked]
     weights: list[float] = [teacher.weight for teacher, _ in asked]
     if loss.several == "average" and len(targets) > 1:
         return [(sum(weights), _mean([t.name for t, _ in asked], weights, targets))]
     weighing = len(targets) > 1 and (loss.several == "best" or loss.confidence is not None)
-    if not weighing and not any(isinstance(made, Routed) for _, made in asked):
+    heard = [_heard(made, batch) for _, made in asked]
+    if not weighing and all(rows is None for rows in heard):
         return list(zip(weights, targets, strict=True))
     device = batch.input_ids.device
-    shares = torch.tensor(weights, device=device)[:, None].repeat(1, len(batch.examples))  # [K, D]
-    for number, (_, made) in enumerate(asked):
-        if isinstance(made, Routed):
-            shares[number] *= torch.from_numpy(made.keep).to(device)
-    document = torch.from_numpy(np.repeat(np.arange(len(batch.examples)), _rows_of(batch))).to(device)
+    # [K, N]: of each teacher at each row, 0 where it says nothing.
+    shares = torch.tensor(weights, device=device)[:, None].repeat(1, len(batch.rows))
+    for number, rows in enumerate(heard):
+        if rows is not None:
+            shares[number] *= torch.from_numpy(rows).to(device)
     if weighing:
-        shares = _weighed(shares, targets, [t.name for t, _ in asked], batch, document, loss)
-    return [(share[document], target) for share, target in zip(shares, targets, strict=True)]
+        shares = _weighed(shares, targets, [t.name for t, _ in asked], batch, loss)
+    return list(zip(shares, targets, strict=True))
+
+
+def _has_a_say(made: Any) -> bool:
+    if isinstance(made, Routed):
+        return made.batch is not None and _has_a_say(made.ready)
+    known = getattr(made, "known", None)
+    return known is None or bool(known.any())
+
+
+def _heard(made: Any, batch: Batch) -> npt.NDArray[np.bool_] | None:
+    """At which rows a teacher says something; None: at all."""
+    known: npt.NDArray[np.bool_] | None = getattr(made.ready if isinstance(made, Routed) else made, "known", None)
+    if not isinstance(made, Routed):
+        return known
+    rows = np.repeat(made.keep, _rows_of(batch))
+    if known is not None:
+        rows[rows] = known
+    return rows
 
 
 def _mean(names: Sequence[str], weights: Sequence[float], targets: Sequence[Target]) -> DenseTarget:
@@ -158,14 +161,13 @@ def _mean(names: Sequence[str], weights: Sequence[float], targets: Sequence[Targ
     return DenseTarget(mean=parts)
 
 
-def _weighed(
-    shares: Tensor, targets: Sequence[Target], names: Sequence[str], batch: Batch, document: Tensor, loss: LossConfig
-) -> Tensor:
-    """`shares` [K, D] by how much each teacher is to be trusted with each document."""
+def _weighed(shares: Tensor, targets: Sequence[Target], names: Sequence[str], batch: Batch, loss: LossConfig) -> Tensor:
+    """`shares` [K, N] by how much each teacher is to be trusted with each document."""
     what = "ce" if loss.several == "best" else loss.confidence
     assert what is not None
+    document = torch.from_numpy(np.repeat(np.arange(len(batch.examples)), _rows_of(batch))).to(shares.device)
     trust = []
-    for name, target in zip(names, targets, strict=True):
+    for name, share, target in zip(names, shares, targets, strict=True):
         found = row_confidence(target, batch.rows.labels, what)
         if found is None:
             raise PotstillError(
@@ -173,16 +175,14 @@ def _weighed(
                 "which a cache of draws or of likelihoods alone does not tell: use a live teacher, or kind top_k or hidden"
             )
         values, rows, counts = found
-        owner = document[rows]
-        zeros = shares.new_zeros(shares.shape[1])
-        sums = zeros.index_add(0, owner, values.to(shares.dtype))
-        trust.append(sums / zeros.index_add(0, owner, counts.to(shares.dtype)).clamp(min=1.0))
-    scores = torch.stack(trust)  # [K, D]; the larger, the surer
-    scores = scores.masked_fill(shares == 0, -torch.inf)
-    total = torch.tensor(shares.shape[0] * [1.0], device=shares.device) @ shares
+        heard, owner = (share[rows] > 0).to(shares.dtype), document[rows]
+        zeros = shares.new_zeros(len(batch.examples))
+        sums = zeros.index_add(0, owner, values.to(shares.dtype) * heard)
+        trust.append(sums / zeros.index_add(0, owner, counts.to(shares.dtype) * heard).clamp(min=1.0))
+    scores = torch.stack(trust)[:, document].masked_fill(shares == 0, -torch.inf)  # [K, N]; the larger, the surer
+    total = shares.sum(0)
     if loss.several == "best":
-        chosen = torch.zeros_like(shares).scatter_(0, scores.argmax(0, keepdim=True), 1.0)
-        return chosen * total
-    sure = shares * (scores if what == "max_probability" else (scores - scores.amax(0).clamp(min=-1e30)).exp())
-    sure = torch.where(shares > 0, sure, 0.0)
+        return torch.zeros_like(shares).scatter_(0, scores.argmax(0, keepdim=True), 1.0) * total
+    sure = scores if what == "max_probability" else (scores - scores.amax(0).clamp(min=-1e30)).exp()
+    sure = torch.where(shares > 0, shares * sure, 0.0)
     return sure / sure.sum(0).clamp(min=torch.finfo(sure.dtype).tiny) * total

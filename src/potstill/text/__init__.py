@@ -1,7 +1,18 @@
 """Text and tokens: what a vocabulary stands for in bytes, how two of them line up, and how a chat becomes text."""
 
 from potstill.text.align import Alignment, align, align_batch, align_spans
+from potstill.text.spell import Lexicon, lexicon
 from potstill.text.tokens import TokenTable
 from potstill.text.vocab import VocabMap, vocab_map
 
-__all__ = ["Alignment", "TokenTable", "VocabMap", "align", "align_batch", "align_spans", "vocab_map"]
+__all__ = [
+    "Alignment",
+    "Lexicon",
+    "TokenTable",
+    "VocabMap",
+    "align",
+    "align_batch",
+    "align_spans",
+    "lexicon",
+    "vocab_map",
+]

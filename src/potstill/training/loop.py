@@ -19,7 +19,7 @@ from potstill.data import Prefetched
 from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
 from potstill.recipe import load_recipe
 from potstill.teachers.several import Prepared, prepared
-from potstill.teachers.weighing import ask
+from potstill.teachers.weighing import ask, complete
 from potstill.training.checkpoint import Progress
 from potstill.training.diagnosis import diagnose, refuse_broken_weights
 from potstill.training.metrics import Stopwatch, peak_memory_bytes, watchers
@@ -97,7 +97,8 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
     sums = torch.zeros(len(SUMS), device=parts.device)
     stat_rows = recipe.log.stat_rows
     teachers = parts.teachers if knobs.kd_weight else []  # a teacher without weight is not asked
-    for batch, targets in _ahead(recipe, step, teachers, parts.device, clock):
+    counts: Counter[str] = Counter()
+    for batch, targets in _ahead(recipe, step, teachers, parts.device, clock, counts):
         with clock.of("student"):
             with parts.autocast():
                 loss, micro_sums = parts.module(batch, targets, tokens, knobs, stat_rows)
@@ -124,7 +125,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
         "kd_weight": knobs.kd_weight if teachers else 0.0,
         "ce_weight": knobs.ce_weight,
         **_means(of),
-        **_alignment(step, of),
+        **_alignment(counts, of),
         "grad_norm": norm_value,
         "lr": lr,
         "tokens": window.counts["supervised_tokens"],
@@ -158,13 +159,21 @@ def _supervised_tokens(batches: Sequence[Batch]) -> int:
 
 
 def _ahead(
-    recipe: Recipe, step: Prepared, teachers: Sequence[Teacher], device: torch.device, clock: Stopwatch
+    recipe: Recipe,
+    step: Prepared,
+    teachers: Sequence[Teacher],
+    device: torch.device,
+    clock: Stopwatch,
+    counts: Counter[str],
 ) -> Iterator[tuple[Batch, list[tuple[float | Tensor, Target]]]]:
-    """Each micro-batch on the device, with its targets."""
+    """Each micro-batch on the device, with its targets; what the teachers counted is added up."""
     for host_batch, ready in zip(step.window.batches, step.ready, strict=True):
         batch = host_batch.to(device)
         with clock.of("teacher"):
-            targets = ask(teachers, ready, batch, recipe.loss) if teachers else []
+            made = complete(teachers, ready, batch) if teachers else []
+            targets = ask(teachers, made, batch, recipe.loss)
+        for one in made:
+            counts.update(getattr(one, "counts", {}))
         yield batch, targets
 
 
@@ -175,12 +184,8 @@ def _means(of: Mapping[str, float]) -> dict[str, float | None]:
     return {key: of[key] / rows if rows and not math.isnan(of[key]) else None for key in keys}
 
 
-def _alignment(step: Prepared, of: Mapping[str, float]) -> dict[str, float]:
+def _alignment(counts: Counter[str], of: Mapping[str, float]) -> dict[str, float]:
     """How well the tokens of teachers with another tokenizer lie over the student's, in this process's share of the step."""
-    counts: Counter[str] = Counter()
-    for ready in step.ready:
-        for made in ready:
-            counts.update(getattr(made, "counts", {}))
     if not counts["tokens"]:
         return {}
     found = {

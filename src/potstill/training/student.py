@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from potstill.losses import DenseTarget, compare_rows, fused_linear_kd, shared_mass
 from potstill.models import LanguageModel
-from potstill.types import Batch, CrossTarget, SampledTarget, Target, TopKTarget
+from potstill.types import Batch, CrossTarget, SampledTarget, Spelling, Target, TopKTarget
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class StudentLoss(nn.Module):
             if isinstance(teacher, CrossTarget) or (knobs.temperature != 1.0 and not isinstance(teacher, DenseTarget)):
                 teacher = None  # it has other tokens, or is truncated at the loss's temperature: the log is at T = 1
             sums[3:8] = _sampled_stats(head, batch.rows.labels, teacher, stat_rows)
-            across = [target for _, target in targets if isinstance(target, CrossTarget)]
+            parts = (target.spelled if isinstance(target, DenseTarget) else target for _, target in targets)
+            across = [part for part in parts if isinstance(part, CrossTarget | Spelling)]
             if across:
                 mass = shared_mass(across[0], stat_rows)
                 sums[8], sums[9] = mass.shape[0], mass.sum()
@@ -93,7 +94,7 @@ def _sampled_stats(
 ) -> Tensor:
     """Sums over a sample of the rows, evenly spread: number of rows, KL to the first teacher at T = 1, both entropies, top-1
     agreement. NaN: not known."""
-    chosen = torch.arange(0, labels.shape[0], max(1, labels.shape[0] // rows), device=labels.device)[:rows]
+    chosen = torch.arange(0, labels.shape[0], max(1, labels.shape[0] // rows))[:rows]  # on the host
     stats = compare_rows(head.select(chosen), labels[chosen], None if teacher is None else teacher.select(chosen))
     unknown = torch.full_like(stats.student_entropy, torch.nan)
     columns = [torch.ones_like(unknown), stats.kl, stats.teacher_entropy, stats.student_entropy, stats.agreement]

@@ -1,0 +1,65 @@
+"""A made-up lexicon and rows over it, and the method `spelled` written out: the naive twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from potstill.types import DenseTarget, Spelling
+
+
+def random_spelling(seed: int, students: int = 25, teachers: int = 19, rows: int = 14, dtype: Any = torch.float64):
+    """hidden [N, H], head, labels [N] and a target whose rows begin anywhere in the teacher's tokens."""
+    g = np.random.default_rng(seed)
+    first = g.integers(0, students, teachers)
+    first[3] = -1  # one that the student has no word for
+    sizes = np.array([0, 3, 5, 1])  # entries of the nodes
+    token = np.concatenate([g.choice(teachers, size, replace=False) for size in sizes[1:]])
+    then = g.integers(0, students, len(token))
+    place = np.sort(g.integers(0, 9, rows))
+    node = g.integers(0, 4, rows)
+    begin = np.concatenate([[0], np.cumsum(sizes)])
+    actual = np.array([g.choice(token[begin[n] : begin[n + 1]]) if n else g.integers(0, teachers) for n in node])
+    usual = np.array([_usual(n, y, first, begin, token, then) for n, y in zip(node, actual, strict=True)])
+    own = np.where(g.random(rows) < 0.6, usual, g.integers(0, students, rows)).clip(0)
+    beyond = np.where(g.random(rows) < 0.3, -g.exponential(1.0, rows), 0.0)
+    made = torch.Generator().manual_seed(seed)
+    source = DenseTarget(logits=2 * torch.randn(9, teachers, generator=made, dtype=dtype))
+    whole = first >= 0
+    tensors = [torch.from_numpy(x) for x in (first, whole, begin, token, then, place, node, actual, usual, own)]
+    spelling = Spelling(source, students, *tensors, torch.from_numpy(beyond), place, node, sizes)
+    hidden = torch.randn(rows, 6, generator=made, dtype=dtype)
+    head = torch.randn(students + 4, 6, generator=made, dtype=dtype)  # with padding ids
+    return hidden, head, torch.from_numpy(own), DenseTarget(spelled=spelling)
+
+
+def _usual(node, y, first, begin, token, then) -> int:
+    if not node:
+        return int(first[y])
+    return next(int(then[i]) for i in range(begin[node], begin[node + 1]) if token[i] == y)
+
+
+def naive_probabilities(spelling: Spelling, temperature: float = 1.0) -> Tensor:
+    """[N, students], row by row and id by id."""
+    found = []
+    for row in range(len(spelling.place)):
+        p = (spelling.source.logits[spelling.place[row]] / temperature).softmax(-1).tolist()
+        mass = [0.0] * spelling.students
+        node = int(spelling.node[row])
+        entries = [(y, int(x)) for y, x in enumerate(spelling.first)]
+        if node:
+            span = range(int(spelling.begin[node]), int(spelling.begin[node + 1]))
+            entries = [(int(spelling.token[i]), int(spelling.then[i])) for i in span]
+        for y, x in entries:
+            if y == int(spelling.actual[row]):
+                certain = p[y] * float(spelling.beyond[row].exp())
+                mass[int(spelling.own[row])] += certain
+                if x >= 0:
+                    mass[x] += p[y] - certain
+            elif x >= 0:
+                mass[x] += p[y]
+        found.append([m / sum(mass) for m in mass])
+    return torch.tensor(found, dtype=torch.float64)

@@ -1,0 +1,195 @@
+"""The method `spelled`: against its naive twin, and from real text through real tokenizers, byte by byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from taught import KD
+from tiny import CPU, LLAMA, batch_of, tiny
+from tiny_spelling import naive_probabilities, random_spelling
+
+from potstill.config import AcrossConfig, StudentConfig
+from potstill.data import Encoder, Piece
+from potstill.losses import DIVERGENCES, DenseTarget, fused_linear_kd
+from potstill.losses import dense as dense_module
+from potstill.losses.dense import target_logits
+from potstill.models import load_student
+from potstill.teachers.aligned import AlignedTeacher
+from potstill.teachers.pairing import Pairing
+from potstill.teachers.spelling import Speller, spell_rows
+from potstill.training.student import StudentLoss
+
+TEXTS = [
+    "The people of the United States.",
+    "Peace, commerce – naïve façades\n",
+    "2,024 treaties; 日本 and 🙂🙂",
+    "unhappiness\t\tand   runs of spaces   ",
+    "[INST] {not: special} [/INST]",
+    "Commerce between independent governments, constitutional amendments, secretaries, treasury departments, citizens abroad.",
+]
+
+
+def both(hidden, head, labels, target, **options):
+    """Value and gradients from the spelling and from its twin's probabilities as ready logits."""
+    found = []
+    temperature = options.get("temperature", 1.0)
+    twin = DenseTarget(logits=temperature * naive_probabilities(target.spelled, temperature).log())
+    for one, chunk_rows in ((target, 5), (twin, None)):
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        loss = fused_linear_kd(h, w, one, labels=labels, ce_weight=0.3, chunk_rows=chunk_rows, **options).loss
+        loss.backward()
+        found.append((loss.detach(), h.grad, w.grad))
+    return found
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_equals_the_naive_twin(divergence, temperature, monkeypatch):
+    monkeypatch.setattr(dense_module, "SPELLED_BYTES", 3 * 4 * 29)  # three rows at once
+    for seed in range(4):
+        ours, naive = both(*random_spelling(seed), divergence=divergence, temperature=temperature)
+        for got, wanted in zip(ours, naive, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-9)
+
+
+def test_some_of_the_rows():
+    _, _, _, target = random_spelling(7)
+    rows = torch.tensor([0, 3, 4, 4, 11])
+    whole = target_logits(target, slice(None))
+    torch.testing.assert_close(target_logits(target.select(rows), slice(None)), whole[rows])
+    torch.testing.assert_close(target_logits(target, slice(2, 7)), whole[2:7])
+
+
+@pytest.mark.parametrize("teacher_tokenizer", ["bytes-2k", "pieces-1k"])
+@pytest.mark.parametrize("student_tokenizer", ["bytes-2k", "pieces-1k"])
+def test_from_text_byte_by_byte(student_tokenizer, teacher_tokenizer):
+    """The rows' probabilities from nothing but the bytes of both vocabularies and the teacher's logits."""
+    student, teacher = (
+        load_student(StudentConfig(config=LLAMA, tokenizer=f"shipped:tokenizers/{name}"), CPU, number)
+        for number, name in enumerate((student_tokenizer, teacher_tokenizer))
+    )
+    teacher.model.eval()
+    pairing = Pairing(student.tokenizer, teacher.tokenizer, AcrossConfig(method="spelled"))
+    aligned = AlignedTeacher(teacher, pairing, "teacher")
+    encode = Encoder(student.tokenizer, max_length=100, append_eos=True)
+    documents = [e.example for e in encode([Piece(f"{i:032x}", text) for i, text in enumerate(TEXTS)])]
+    batch = batch_of(documents[:2], *documents[2:])
+    made = aligned.prepare(batch)
+    found = target_logits(aligned.targets(batch, made), slice(None)).exp()
+    torch.testing.assert_close(found.sum(-1), torch.ones(len(found)))
+    row = checked = inside = spanning = 0
+    for example, read in zip(batch.examples, made.batch.examples, strict=True):
+        with torch.no_grad():
+            p = teacher.model(torch.from_numpy(read.ids[None].astype("int64"))).logits[0].float().softmax(-1)
+        for place in range(len(example.ids)):
+            if not example.supervised[place]:
+                continue
+            known = made.known is None or made.known[row]
+            wanted = by_bytes(pairing, example.ids, read.ids, place, p) if known else None
+            if wanted is not None:
+                expected, is_inside, spans = wanted
+                torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-7)
+                checked, inside, spanning = checked + 1, inside + is_inside, spanning + spans
+            row += 1
+    assert row == len(found) and checked > 0.9 * row
+    if student_tokenizer != teacher_tokenizer:
+        assert inside + spanning > 15, (inside, spanning)
+    else:
+        assert inside == spanning == 0
+
+
+def spellings(table, ids, other) -> list[bytes]:
+    """What each token adds to the text: specials nothing, and of a first token not the prefix that the tokenizer made up
+    (unless the other one makes it up as well)."""
+    found = [table.token_bytes(int(i)) if table.kinds[i] < 2 else b"" for i in ids]
+    if table.prefix != "none" and other.prefix == "none":
+        first = next(i for i, b in enumerate(found) if b)
+        found[first] = found[first].removeprefix(b" ")
+    return found
+
+
+def by_bytes(pairing, ours, theirs, place, p):
+    """P of the student's next token, from the definition; None at specials."""
+    student, teacher = pairing.student, pairing.teacher
+    ours_said, theirs_said = spellings(student, ours, teacher), spellings(teacher, theirs, student)
+    own, begin = ours_said[place], len(b"".join(ours_said[:place]))
+    if not own:
+        return None
+    at = next(i for i in range(len(theirs)) if theirs_said[i] and begin < len(b"".join(theirs_said[: i + 1])))
+    made_up = len(teacher.token_bytes(int(theirs[at]))) - len(
+        theirs_said[at]
+    )  # a prefix without bytes counts as written
+    written = teacher.token_bytes(int(theirs[at]))[: begin - len(b"".join(theirs_said[:at])) + made_up]
+    words = {}
+    for index in reversed(range(len(student))):
+        if student.kinds[index] == 1 and student.token_bytes(index):
+            words[student.token_bytes(index)] = index
+    for index in reversed(range(len(student))):
+        if student.kinds[index] == 0 and student.token_bytes(index):
+            words[student.token_bytes(index)] = index
+    pairs = dict(zip(pairing.map.teacher.tolist(), pairing.map.student.tolist(), strict=True))
+    mass = torch.zeros(len(student), dtype=torch.float64)
+    spans = False
+    for y in range(len(teacher)):
+        content = teacher.token_bytes(y) if teacher.kinds[y] < 2 else b""
+        probability = p[at - 1, y].item()
+        if y == int(theirs[at]):
+            further, end = at + 1, begin + len(own)
+            certain = probability
+            while len(b"".join(theirs_said[:further])) < end:
+                certain *= p[further - 1, int(theirs[further])].item()
+                further, spans = further + 1, True
+            mass[int(ours[place])] += certain
+            probability -= certain
+        if content.startswith(written) and len(content) > len(written):
+            rest = content[len(written) :]
+            usual = next((words[rest[:n]] for n in range(len(rest), 0, -1) if rest[:n] in words), None)
+            usual = pairs.get(y, usual) if not written else usual
+            if usual is not None:
+                mass[usual] += probability
+        elif not written and y in pairs:  # specials, by role
+            mass[pairs[y]] += probability
+    for y in range(len(teacher)):  # specials without a partner are sent where their names begin
+        if teacher.kinds[y] == 2 and y not in pairs and not written and pairing.lexicon.first[y] >= 0:
+            mass[int(pairing.lexicon.first[y])] += p[at - 1, y].item()
+    return mass / mass.sum(), bool(written) and not made_up, spans
+
+
+def test_rows_in_no_chunk_say_nothing():
+    """A tokenizer that changes the text: where it does, the teacher is not heard."""
+    student = tiny(0)
+    teacher = tiny(1)
+    pairing = Pairing(student.tokenizer, teacher.tokenizer, AcrossConfig(method="spelled"))
+    encode = Encoder(student.tokenizer, max_length=100, append_eos=True)
+    (example,) = [e.example for e in encode([Piece("0" * 32, "The people, and the peace of the nations.")])]
+    (other,) = [e.example for e in encode([Piece("0" * 32, "The people, or  the peace of the nations.")])]
+    object.__setattr__(other, "text", example.text)
+    found = spell_rows(pairing, batch_of(example), [other])
+    assert found.known is not None and 0 < (~found.known).sum() < 5 and (found.answer[1:] >= found.answer[:-1]).all()
+    assert len(Speller(pairing).lexicon.first) == len(pairing.teacher)
+
+
+def test_a_step_where_some_rows_are_not_heard_is_that_of_the_others():
+    """Rows without weight take no part, whatever stands there."""
+    hidden, head, labels, target = random_spelling(3)
+    share = torch.ones(len(labels), dtype=torch.float64)
+    share[[2, 5]] = 0.0
+    keep = share.nonzero().squeeze(-1)
+    ours = fused_linear_kd(hidden, head, [(share, target)], labels=labels)
+    alone = fused_linear_kd(hidden[keep], head, target.select(keep), labels=labels[keep])
+    torch.testing.assert_close(ours.loss, alone.loss)
+
+
+def test_statistics_compare_with_the_spelled_teacher():
+    """The log has KL and agreement with a teacher of another tokenizer."""
+    student, teacher = (
+        tiny(0),
+        load_student(StudentConfig(config=LLAMA, tokenizer="shipped:tokenizers/pieces-1k"), CPU, 1),
+    )
+    aligned = AlignedTeacher(teacher, Pairing(student.tokenizer, teacher.tokenizer, AcrossConfig()), "teacher")
+    encode = Encoder(student.tokenizer, max_length=100, append_eos=True)
+    batch = batch_of(*(e.example for e in encode([Piece(f"{i:032x}", text) for i, text in enumerate(TEXTS)])))
+    target = aligned.targets(batch, aligned.prepare(batch))
+    _, sums = StudentLoss(student)(batch, [(1.0, target)], 1.0, KD, stat_rows=1000)
+    assert sums[3] == len(batch.rows)
+    torch.testing.assert_close(sums[4], sums[1], rtol=1e-4, atol=1e-4)  # KL at T = 1 over all rows is the loss
