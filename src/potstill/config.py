@@ -299,6 +299,10 @@ class LossConfig(Section):
         description="several: sum: weigh the teachers anew for each document, by how likely it is to them, by how sure they "
         "are, or by the probability of their first choices",
     )
+    dynamic_scaling: bool = Field(
+        False,
+        description="multiply the divergence by cross-entropy ÷ divergence of the step before, so that both are of one size",
+    )
     kd_weight: Scheduled = Field(1.0, description="weight of the divergence (α); unused when there is no teacher")
     ce_weight: Scheduled | None = Field(
         None, description="weight of the cross-entropy to the text; default: 0 with a teacher, 1 without"

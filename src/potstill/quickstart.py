@@ -17,21 +17,25 @@ from potstill.training.loop import train
 from potstill.training.setup import assemble
 
 PROMPT = "The people of the United States"
+OTHER_TOKENIZER = ["student.tokenizer=shipped:tokenizers/pieces-1k", "loss.ce_weight=0.3"]
 
 
 def quickstart(out: Path, seed: int = 0, steps: int = 400) -> dict[str, dict[str, Any]]:
-    """Train the same student on the text alone and from the teacher; give the evaluations by name."""
+    """Train the same student on the text alone and from the teacher, and one with another tokenizer from the same teacher; give
+    the evaluations by name."""
     console = Console(soft_wrap=True)
     torch.set_num_threads(1)  # models this small gain nothing from more, and lose much where cores are shared
     console.print(
         "A teacher of 3.5 million parameters, which ships with potstill, has read all of the training text (10 MB of State "
-        "of the Union addresses). The student, of 0.4 million, gets 5 % of it. None of the three has seen the held-out text.",
+        "of the Union addresses). The students, of 0.4 million, get 5 % of it: one the text alone, one the teacher, and one, "
+        "whose tokenizer is another, the teacher too. None of them has seen the held-out text.",
         highlight=False,
     )
     distil = load_recipe(locate("shipped:quickstart.yaml"), [f"train.seed={seed}", f"train.steps={steps}"])
     recipes = {
         "text only": load_recipe(distil, [f"run={out / 'text-only'}", "loss.kd_weight=0", "loss.ce_weight=1"]),
         "distilled": load_recipe(distil, [f"run={out / 'distilled'}"]),
+        "other tokenizer": load_recipe(distil, [f"run={out / 'other-tokenizer'}", *OTHER_TOKENIZER]),
     }
     results = {"before": assemble(distil).evaluate()}
     runs = {}

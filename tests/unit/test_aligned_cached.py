@@ -3,20 +3,25 @@ it is read."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from taught import KD, answers, batches_of, data_of, relative, step, write_files
-from tiny import CPU, LLAMA
+from tiny import CPU, LLAMA, batch_of
 
 import potstill
-from potstill.config import DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
+from potstill.config import AcrossConfig, DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
+from potstill.data import Encoder, Piece
 from potstill.losses import DIVERGENCES
 from potstill.models import LanguageModel, load_student, load_teacher
 from potstill.teachers.aligned import AlignedCached, AlignedTeacher
 from potstill.teachers.build import build
+from potstill.teachers.pairing import Pairing, kept_chunks
 from potstill.teachers.several import open_teachers
+from potstill.training.metrics import Coverage
 from potstill.types import PotstillError
 
 PIECES = "shipped:tokenizers/pieces-1k"
@@ -197,3 +202,54 @@ def test_a_run_from_a_cache_says_how_well_the_tokens_lie(built, data, tmp_path):
         assert 0.3 < metrics["align_one_to_one"] < 1 and 0.3 < metrics["align_chunks_per_token"] < 1
         assert 0.1 < metrics["shared_mass"] < 1
         assert metrics["kl"] > 0
+
+
+def test_dynamic_scaling_survives_a_stop(built, data, tmp_path):
+    """The divergence is scaled to the cross-entropy of the step before, also of the one before a stop."""
+    config = {**LLAMA, "max_position_embeddings": 512}
+
+    def recipe(run: str, steps: int) -> dict[str, Any]:
+        return {
+            "run": str(tmp_path / run),
+            "student": {"config": config, "tokenizer": PIECES},
+            "teachers": [{"cache": str(built(kind="hidden"))}],
+            "data": data.model_copy(update={"sources": data.sources[:2]}),
+            "loss": {"dynamic_scaling": True, "ce_weight": 0.5},
+            "train": {"steps": steps, "batch_size": 4, "lr_schedule": {"shape": "constant"}},
+        }
+
+    def steps(run: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+
+    potstill.train(recipe("whole", 4))
+    potstill.train(recipe("stopped", 2))
+    potstill.train(recipe("stopped", 4))
+    whole = steps("whole")
+    assert whole[0]["kd_scale"] == 1.0
+    for before, after in zip(whole, whole[1:], strict=False):
+        assert after["kd_scale"] == pytest.approx(before["ce"] / before["kd"], rel=1e-6)
+        assert after["loss"] == pytest.approx(after["kd_scale"] * after["kd"] + 0.5 * after["ce"], rel=1e-5)
+    assert [s["loss"] for s in steps("stopped")] == [s["loss"] for s in whole]
+
+
+def test_texts_that_differ_are_an_error_and_little_coverage_a_warning(student, teacher, tmp_path, capsys):
+    """A lower-casing tokenizer keeps what it does not change; a text that is another is refused, naming the pair."""
+    pairing = Pairing(student.tokenizer, teacher.tokenizer, AcrossConfig())
+    encode = Encoder(student.tokenizer, max_length=200, append_eos=True)
+    theirs = Encoder(teacher.tokenizer, max_length=200, append_eos=True)
+    text = "The people keep the peace, and the treasury pays for all of it in time."
+    (ours,) = [e.example for e in encode([Piece("0" * 32, text)])]
+    (same,) = [e.example for e in theirs([Piece("0" * 32, text)])]
+    (other,) = [e.example for e in theirs([Piece("0" * 32, "0123456789" * 7)])]
+    assert kept_chunks(pairing, batch_of(ours), [same]).counts["bytes_in_chunks"] == len(text)
+    object.__setattr__(other, "text", text)
+    with pytest.raises(
+        PotstillError, match=r"only \d+ are the same .* student .*pieces-1k.* teacher .*they do not stand"
+    ):
+        kept_chunks(pairing, batch_of(ours), [other])
+    watch = Coverage(Console(soft_wrap=True))
+    watch.stepped(potstill.Run(tmp_path, step=3), {"align_bytes": 0.95})
+    assert capsys.readouterr().out == ""
+    for _ in range(2):
+        watch.stepped(potstill.Run(tmp_path, step=3), {"align_bytes": 0.5})
+    assert capsys.readouterr().out.count("step 3: only 50% of the text's bytes are the same") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_cross import naive_loss, random_case, truncated
+from tiny_spelling import random_spelling
 
 from potstill.losses import DIVERGENCES, fused_linear_kd
 
@@ -40,3 +41,23 @@ def test_equals_the_naive_twin(method, name, k, temperature):
         ours, naive = both(target, hidden, head, labels, name, temperature, chunk_rows=5)
         for got, wanted in zip(ours, naive, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["spelled", *METHODS])
+def test_never_below_zero_in_ten_thousand_cases(method):
+    """Chunks (rows, when spelled) of random models, by every divergence, sure ones and unsure ones, whole and truncated."""
+    seen, seed = 0, 0
+    while seen < 10_000:
+        divergence = list(DIVERGENCES)[seed % len(DIVERGENCES)]
+        if method == "spelled":
+            hidden, head, labels, target = random_spelling(seed)
+            rows = torch.arange(len(labels))
+        else:
+            hidden, head, labels, target = random_case(seed, method)
+            target = target if seed % 3 else truncated(target, 5)
+            rows = target.chunks.first
+        scale = (0.01, 1.0, 6.0)[seed % 4 % 3]
+        out = fused_linear_kd(scale * hidden, head, target, labels=labels, divergence=divergence)
+        assert out.kd[rows].min() >= -1e-12, (seed, divergence)
+        assert out.kd.isfinite().all()
+        seen, seed = seen + len(rows), seed + 1

@@ -14,15 +14,16 @@ from potstill.data import Source, collate
 from potstill.losses import CrossTarget, DenseTarget, fused_linear_kd
 from potstill.models import load_tokenizer
 from potstill.recipe import checked
-from potstill.teachers.pairing import Aligned, Pairing, align_rows
+from potstill.teachers.pairing import Pairing, align_rows
+from potstill.teachers.spelling import Speller, spell_rows
 from potstill.text.show import encode, show_corpus, show_text
-from potstill.types import Batch, Example, PotstillError
+from potstill.types import Batch, Example, PotstillError, Target
 
 CHECKED_TEXT = (
     "The cafés of Zürich, naïve façades: 2,024 prices (€5) – “quoted”, 日本語 and 🙂.\n\tdef f(x): return x\n"
 )
 WIDTH = 16  # of the random hidden states the losses are tried on
-METHODS = ("shared", "projection", "chunk", "uld")
+METHODS = ("spelled", "shared", "projection", "chunk", "uld")
 
 
 def align_pair(
@@ -59,7 +60,7 @@ def check_pair(names: tuple[str, str], tokenizers: list[Any], text: str) -> None
     both = Pairing(tokenizers[0], tokenizers[1], AcrossConfig())
     batch = collate([[examples[0]]], pad_id=0)
     failed = []
-    for method in ("shared", "projection"):
+    for method in ("spelled", "shared", "projection"):
         worst = _identity(itself, method, batch)
         console.print(f"{method}, {names[0]} with itself: differs from the plain divergence by {worst:.1e}")
         failed += [f"{method} with itself"] if worst > 1e-4 else []
@@ -67,7 +68,7 @@ def check_pair(names: tuple[str, str], tokenizers: list[Any], text: str) -> None
     covered = found.counts["tokens_in_chunks"] / max(1, len(batch.rows))
     console.print(f"{found.counts['chunks']} chunks, {covered:.0%} of {names[0]}'s tokens in exact ones")
     for method in METHODS:
-        lowest, drift = _signs(both, method, batch, found)
+        lowest, drift = _signs(both, method, batch, examples[1])
         console.print(f"{method}: lowest value {lowest:.1e}, largest sum of a row's gradient {drift:.1e}")
         failed += [method] if lowest < -1e-5 or drift > 1e-4 else []
     if failed:
@@ -82,15 +83,25 @@ def _example(tokenizer: Any, text: str) -> Example:
     return Example("", text, ids, supervised, len(text.encode()))
 
 
-def _target(pairing: Pairing, method: str, found: Aligned, start: DenseTarget) -> CrossTarget:
-    """A random teacher: the other tokens of a chunk have a likelihood of e^−1 each."""
-    count = len(found.token)
+def _target(
+    pairing: Pairing, method: str, batch: Batch, read: Example, seed: int
+) -> tuple[Target, torch.Tensor, DenseTarget]:
+    """A random teacher, the rows at which it says something, and what it says there over its own ids. By the methods of chunks,
+    the other tokens of a chunk have a likelihood of e^−1 each."""
+    if method == "spelled":
+        spelled = spell_rows(pairing, batch, [read])
+        source = DenseTarget(logits=_random(len(spelled.token), len(pairing.teacher), seed))
+        known = np.ones(len(batch.rows), dtype=np.bool_) if spelled.known is None else spelled.known
+        rows = torch.from_numpy(np.flatnonzero(known))
+        target = Speller(pairing).dense(spelled, source, torch.device("cpu"), 1.0)
+        return target, rows, source.select(torch.from_numpy(spelled.answer)[rows])
+    found = align_rows(pairing, batch, [read])
+    token, count = torch.from_numpy(found.token), len(found.token)
     inner = -torch.bincount(torch.from_numpy(found.inner_owner), minlength=count).float()
-    token = torch.from_numpy(found.token)
-    assert start.logits is not None
-    logprob = start.logits.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
-    relation = pairing.relation(torch.device("cpu"))
-    return CrossTarget(method, found.chunks, relation, start, token, logprob, inner, 4.0)
+    logits = _random(count, len(pairing.teacher), seed)
+    logprob = logits.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
+    relation, start = pairing.relation(torch.device("cpu")), DenseTarget(logits=logits)
+    return CrossTarget(method, found.chunks, relation, start, token, logprob, inner, 4.0), found.chunks.first, start
 
 
 def _random(rows: int, width: int, seed: int) -> torch.Tensor:
@@ -102,30 +113,27 @@ def _student(pairing: Pairing, batch: Batch) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _identity(pairing: Pairing, method: str, batch: Batch) -> float:
-    found = align_rows(pairing, batch, list(batch.examples))
     hidden, head = _student(pairing, batch)
-    teacher = _random(len(batch.rows), len(pairing.teacher), 3)
-    first = found.chunks.first
-    cross = _target(pairing, method, found, DenseTarget(logits=teacher[first]))
-    plain = DenseTarget(logits=teacher)
+    target, rows, start = _target(pairing, method, batch, batch.examples[0], 3)
+    assert start.logits is not None
+    logits = torch.zeros(len(batch.rows), len(pairing.teacher)).index_copy_(0, rows, start.logits)
     gradients = []
-    for target in (cross, plain):
-        weight = torch.zeros(len(batch.rows)).index_fill_(0, first, 1.0)
-        out = fused_linear_kd(hidden, head, target, labels=batch.rows.labels, row_weight=weight)
+    for one in (target, DenseTarget(logits=logits)):
+        weight = torch.zeros(len(batch.rows)).index_fill_(0, rows, 1.0)
+        out = fused_linear_kd(hidden, head, one, labels=batch.rows.labels, row_weight=weight)
         (gradient,) = torch.autograd.grad(out.loss, hidden)
-        gradients.append(torch.cat([out.kd[first], gradient[first].flatten()]))
+        gradients.append(torch.cat([out.kd[rows], gradient[rows].flatten()]))
     return float((gradients[0] - gradients[1]).abs().max())
 
 
-def _signs(pairing: Pairing, method: str, batch: Batch, found: Aligned) -> tuple[float, float]:
-    """The lowest value of a chunk, and how far a row's gradient is from summing to 0 over the vocabulary."""
+def _signs(pairing: Pairing, method: str, batch: Batch, read: Example) -> tuple[float, float]:
+    """The lowest value of a row, and how far a row's gradient is from summing to 0 over the vocabulary."""
     hidden, head = _student(pairing, batch)
-    start = DenseTarget(logits=_random(len(found.token), len(pairing.teacher), 4))
-    target = _target(pairing, method, found, start)
+    target, rows, _ = _target(pairing, method, batch, read, 4)
     bias = torch.zeros(len(pairing.student), requires_grad=True)
     lowest = np.inf
     for divergence in ("forward_kl", "reverse_kl", "jsd"):
         out = fused_linear_kd(hidden, head, target, labels=batch.rows.labels, bias=bias, divergence=divergence)
-        lowest = min(lowest, float(out.kd.min()))
+        lowest = min(lowest, float(out.kd[rows].min()))
         (gradient,) = torch.autograd.grad(out.loss, bias)
     return float(lowest), float(gradient.sum().abs())

@@ -43,6 +43,7 @@ class Progress:
     total_steps: int
     best_step: int | None
     best_bits_per_byte: float | None
+    kd_scale: float = 1.0  # as Run has it
 
 
 class Checkpoints:

@@ -65,7 +65,12 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
             metrics = optimizer_step(recipe, parts, following, run, clock)
             run.step, run.counts = run.step + 1, window.counts
             progress = replace(
-                progress, step=run.step, data=window.state, counts=window.counts, tokens=metrics["tokens"]
+                progress,
+                step=run.step,
+                data=window.state,
+                counts=window.counts,
+                tokens=metrics["tokens"],
+                kd_scale=run.kd_scale,
             )
             for watcher in watching:
                 watcher.stepped(run, metrics)
@@ -93,6 +98,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
     """All micro-batches of a window, one division, one optimizer step. Gives the step's metrics."""
     window = step.window
     knobs = loss_knobs(recipe, run.step / max(1, run.total_steps - 1))
+    scaled = replace(knobs, kd_weight=knobs.kd_weight * run.kd_scale)
     tokens = _supervised_tokens(window.batches)
     sums = torch.zeros(len(SUMS), device=parts.device)
     stat_rows = recipe.log.stat_rows
@@ -101,7 +107,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
     for batch, targets in _ahead(recipe, step, teachers, parts.device, clock, counts):
         with clock.of("student"):
             with parts.autocast():
-                loss, micro_sums = parts.module(batch, targets, tokens, knobs, stat_rows)
+                loss, micro_sums = parts.module(batch, targets, tokens, scaled, stat_rows)
             loss.backward()
             sums += micro_sums
             stat_rows = 0  # a sample of the first micro-batch is enough
@@ -109,12 +115,15 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
         norm = torch.nn.utils.clip_grad_norm_(parts.module.parameters(), recipe.train.clip or math.inf)
         *totals, norm_value = read(torch.cat([sum_over_ranks(sums), norm.float().view(1)]))
         if not (math.isfinite(totals[0]) and math.isfinite(norm_value)):
-            raise PotstillError(diagnose(recipe.loss, parts, step, knobs, run.step + 1))
+            raise PotstillError(diagnose(recipe.loss, parts, step, scaled, run.step + 1))
         lr = set_lr(parts.optimizers, lr_factor(run.step, run.total_steps, recipe.train.lr_schedule))
         for optimizer in parts.optimizers:
             optimizer.step()
             optimizer.zero_grad()
     of = dict(zip(SUMS, totals, strict=True))
+    used_scale = run.kd_scale
+    if recipe.loss.dynamic_scaling and of["kd"] > 0:
+        run.kd_scale = of["ce"] / of["kd"]
     return {
         "step": run.step + 1,
         "epoch": window.epoch,
@@ -123,6 +132,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
         "ce": of["ce"] / tokens,
         "temperature": knobs.temperature,
         "kd_weight": knobs.kd_weight if teachers else 0.0,
+        **({"kd_scale": used_scale} if recipe.loss.dynamic_scaling else {}),
         "ce_weight": knobs.ce_weight,
         **_means(of),
         **_alignment(counts, of),

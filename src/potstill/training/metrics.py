@@ -20,6 +20,7 @@ from potstill.files import could_not_write, write_text
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
 
+LEAST_COVERED = 0.9  # of the bytes, below which a user should know
 METRICS, EVALS = "metrics.jsonl", "evals.jsonl"
 
 
@@ -182,6 +183,25 @@ class Display(Callback):
             self._console.print(f"data so far: {data}", highlight=False)
 
 
+class Coverage(Callback):
+    """Says once when a teacher with another tokenizer has too little to say."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._said = console, False
+
+    def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        covered = metrics.get("align_bytes", 1.0)
+        if covered < LEAST_COVERED and not self._said:
+            self._said = True
+            self._console.print(
+                f"step {run.step}: only {covered:.0%} of the text's bytes are the same in the student's tokens and in the "
+                "teacher's, and the rest is not taught: one of the tokenizers changes the text. `potstill align` shows where",
+                style="yellow",
+                highlight=False,
+                markup=False,
+            )
+
+
 def evaluation_line(evaluation: Mapping[str, Any]) -> str:
     parts = [f"{evaluation['bits_per_byte']:.4f} bits per byte", f"perplexity {evaluation['perplexity']:.2f}"]
     if evaluation["kl"] is not None:
@@ -202,5 +222,6 @@ def watchers(recipe: Recipe, console: Console) -> list[Callback]:
         (recipe.log.tensorboard, TensorBoard),
         (recipe.log.wandb is not None, lambda: Wandb(recipe.log.wandb or "", recipe)),
         (True, lambda: Display(console, recipe.log.every)),
+        (bool(recipe.teachers), lambda: Coverage(console)),
     ]
     return [make() for wanted, make in makers if wanted]

@@ -20,6 +20,7 @@ class Run:
     best: Path | None = None  # the one with the lowest bits per byte
     stopped_by: str | None = None  # the signal, or the reason given to stop(), that ended it early
     asked_to_stop: str | None = None
+    kd_scale: float = 1.0  # with loss.dynamic_scaling: cross-entropy ÷ divergence of the last step
     counts: dict[str, int] = field(default_factory=dict)  # of the data so far: tokens, cut tokens, dropped examples …
 
     @property

@@ -161,6 +161,7 @@ def resume(recipe: Recipe, run: Run, parts: Parts, checkpoints: Checkpoints, con
         run.best = None if progress.best_step is None else checkpoints.at(progress.best_step)
         run.evaluation = _last_evaluation(run.folder / EVALS, progress.step)
     run.step, run.total_steps, run.counts = progress.step, progress.total_steps, progress.counts
+    run.kd_scale = progress.kd_scale
     write_text(run.folder / RECIPE, recipe_yaml(recipe))  # not earlier: a recipe that does not fit is not the run's
     return progress
 
