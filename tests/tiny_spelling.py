@@ -28,9 +28,17 @@ def random_spelling(seed: int, students: int = 25, teachers: int = 19, rows: int
     beyond = np.where(g.random(rows) < 0.3, -g.exponential(1.0, rows), 0.0)
     made = torch.Generator().manual_seed(seed)
     source = DenseTarget(logits=2 * torch.randn(9, teachers, generator=made, dtype=dtype))
-    whole = first >= 0
-    tensors = [torch.from_numpy(x) for x in (first, whole, begin, token, then, place, node, actual, usual, own)]
-    spelling = Spelling(source, students, *tensors, torch.from_numpy(beyond), place, node, sizes)
+    main, more = np.full(students, -1), []
+    for y, x in enumerate(first.tolist()):
+        if x >= 0 and main[x] < 0:
+            main[x] = y
+        elif x >= 0:
+            more.append((x, y))
+    more_then, more_token = (np.array(column, dtype=np.int64) for column in zip(*sorted(more), strict=True))
+    arrays = (main, more_token, more_then, first >= 0, begin, token, then, place, node, actual, usual, own)
+    tensors = [torch.from_numpy(x) for x in arrays]
+    odd = (usual != own) | (beyond < 0)
+    spelling = Spelling(source, students, *tensors, torch.from_numpy(beyond), odd, more_then, place, node, sizes)
     hidden = torch.randn(rows, 6, generator=made, dtype=dtype)
     head = torch.randn(students + 4, 6, generator=made, dtype=dtype)  # with padding ids
     return hidden, head, torch.from_numpy(own), DenseTarget(spelled=spelling)
@@ -44,12 +52,14 @@ def _usual(node, y, first, begin, token, then) -> int:
 
 def naive_probabilities(spelling: Spelling, temperature: float = 1.0) -> Tensor:
     """[N, students], row by row and id by id."""
+    first = dict(zip(spelling.more_token.tolist(), spelling.more_then.tolist(), strict=True))
+    first |= {int(y): x for x, y in enumerate(spelling.main) if y >= 0}
     found = []
     for row in range(len(spelling.place)):
         p = (spelling.source.logits[spelling.place[row]] / temperature).softmax(-1).tolist()
         mass = [0.0] * spelling.students
         node = int(spelling.node[row])
-        entries = [(y, int(x)) for y, x in enumerate(spelling.first)]
+        entries = [(y, first.get(y, -1)) for y in range(len(p))]
         if node:
             span = range(int(spelling.begin[node]), int(spelling.begin[node + 1]))
             entries = [(int(spelling.token[i]), int(spelling.then[i])) for i in span]

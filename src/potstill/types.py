@@ -116,7 +116,9 @@ class Spelling:
 
     source: DenseTarget  # over the teacher's ids, at U places
     students: int  # ids of the student
-    first: Tensor  # int64 [teacher ids]; the lexicon, as text.Lexicon has it
+    main: Tensor  # int64 [students]; the lexicon, as text.Lexicon has it
+    more_token: Tensor  # int64 [M]
+    more_then: Tensor  # int64 [M]
     whole: Tensor  # bool [teacher ids]
     begin: Tensor  # int64 [nodes + 1]
     token: Tensor  # int64 [E]
@@ -127,6 +129,8 @@ class Spelling:
     usual: Tensor  # int64 [N]; … what of the student's it would be counted for (−1: nothing) …
     own: Tensor  # int64 [N]; … and what it was written with
     beyond: Tensor  # [N]; log-probability of the teacher's further tokens that the student's goes on into
+    odd_host: npt.NDArray[np.bool_]  # [N]; where it was not written as usual, or goes on
+    more_then_host: npt.NDArray[np.int64]
     place_host: npt.NDArray[np.int64]
     node_host: npt.NDArray[np.int64]
     sizes_host: npt.NDArray[np.int64]  # [nodes]; entries of each
@@ -137,7 +141,8 @@ class Spelling:
         changed: dict[str, Any] = {
             name: getattr(self, name)[at] for name in ("place", "node", "actual", "usual", "own", "beyond")
         }
-        return replace(self, **changed, place_host=self.place_host[host], node_host=self.node_host[host])
+        hosts = {name: getattr(self, name)[host] for name in ("odd_host", "place_host", "node_host")}
+        return replace(self, **changed, **hosts)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ def test_some_of_the_rows():
     _, _, _, target = random_spelling(7)
     rows = torch.tensor([0, 3, 4, 4, 11])
     whole = target_logits(target, slice(None))
+    twin = naive_probabilities(target.spelled)
+    torch.testing.assert_close(whole.softmax(-1), twin)
     torch.testing.assert_close(target_logits(target.select(rows), slice(None)), whole[rows])
     torch.testing.assert_close(target_logits(target, slice(2, 7)), whole[2:7])
 
@@ -75,7 +77,7 @@ def test_from_text_byte_by_byte(student_tokenizer, teacher_tokenizer):
     documents = [e.example for e in encode([Piece(f"{i:032x}", text) for i, text in enumerate(TEXTS)])]
     batch = batch_of(documents[:2], *documents[2:])
     made = aligned.prepare(batch)
-    found = target_logits(aligned.targets(batch, made), slice(None)).exp()
+    found = target_logits(aligned.targets(batch, made), slice(None)).softmax(-1)
     torch.testing.assert_close(found.sum(-1), torch.ones(len(found)))
     row = checked = inside = spanning = 0
     for example, read in zip(batch.examples, made.batch.examples, strict=True):

@@ -7,9 +7,9 @@ b rows of a block, V student ids (this rank's), W teacher ids.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -55,7 +55,7 @@ def target_logits(
         mean = _mean_log_probs(target, rows, temperature, columns).mul_(temperature)
         return mean if out is None else out.copy_(mean)
     if target.spelled is not None:
-        return spelled_log_probs(target.spelled, rows, temperature, columns, out).mul_(temperature)
+        return spelled_logits(target.spelled, rows, temperature, columns, out)
     if target.logits is not None:
         logits = target.logits[rows]
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) if out is None else out.copy_(logits)
@@ -77,28 +77,70 @@ def _mean_log_probs(target: DenseTarget, rows: slice, temperature: float, column
     return total
 
 
-def spelled_log_probs(
+def spelled_logits(
     spelling: Spelling, rows: slice, temperature: float, columns: Columns | None, out: Tensor | None
 ) -> Tensor:
-    """A teacher's probabilities as ones of the student's tokens: each teacher id's goes to the student's first token of what is
-    left of it, among those that begin with what is already written."""
+    """A teacher's logits as ones of the student's tokens: each teacher id's probability goes to the student's first token of
+    what is left of it, among those that begin with what is already written. They are not normalised, as no logits are."""
     columns = columns or Columns(spelling.students, spelling.students)
     start, stop, _ = rows.indices(len(spelling.place_host))
     if out is None:
         width = min(max(spelling.students - columns.start, 0), columns.size)
-        out = torch.empty(stop - start, width, device=spelling.place.device)
-    step = max(1, SPELLED_BYTES // (4 * max(spelling.source.width, columns.widest)))  # the same on every rank
+        out = torch.empty(stop - start, width, device=spelling.place.device, dtype=spelling.beyond.dtype)
+    step = max(1, SPELLED_BYTES // (4 * max(spelling.source.width, columns.widest)))
     for first in range(start, stop, step):
         some = slice(first, min(first + step, stop))
-        here = out[first - start : some.stop - start]
-        mass = _spell(spelling, some, temperature, columns.start, here)
-        (total,) = columns.total(mass)
-        here.div_(total.clamp(min=torch.finfo(out.dtype).tiny)[:, None]).log_()
+        _spell(spelling, some, temperature, columns.start, out[first - start : some.stop - start])
     return out
 
 
-def _spell(spelling: Spelling, rows: slice, temperature: float, start: int, out: Tensor) -> Tensor:
-    """Probabilities of some rows in columns from `start` on, up to a factor, in `out` [b, V]; and their sums."""
+def _spell(spelling: Spelling, rows: slice, temperature: float, start: int, out: Tensor) -> None:
+    """Logits of some rows in the student's columns from `start` on, in `out` [b, V]."""
+    width = out.shape[1]
+    low, high = int(spelling.place_host[rows.start]), int(spelling.place_host[rows.stop - 1]) + 1
+    z = target_logits(spelling.source, slice(low, high)).to(out.dtype)
+    if temperature != 1.0:
+        z = z / temperature
+    largest, at = z.amax(-1, keepdim=True), spelling.place[rows] - low
+    if width:
+        spread = _spread_whole(spelling, z, largest, slice(start, start + width))
+        # Where every row has a place of its own, in order, there is nothing to choose.
+        each = len(at) == len(z) and bool((np.diff(spelling.place_host[rows]) == 1).all())
+        out.copy_(spread if each else spread.index_select(0, at))
+    odd = np.flatnonzero((spelling.node_host[rows] > 0) | spelling.odd_host[rows])
+    if len(odd) and width:
+        _spell_odd(spelling, rows, odd, z, largest, at, start, out)
+    if temperature != 1.0:
+        out.mul_(temperature)
+
+
+def _spread_whole(spelling: Spelling, z: Tensor, largest: Tensor, columns: slice) -> Tensor:
+    """Logits in the student's columns where nothing is written yet: most have one teacher id, the others the sum of several."""
+    main = spelling.main[columns]
+    found = z.index_select(1, main.clamp(min=0))
+    found.masked_fill_(main < 0, -math.inf)
+    begin, end = np.searchsorted(spelling.more_then_host, (columns.start, columns.stop))
+    if begin < end:
+        then = spelling.more_then_host[begin:end]
+        several, slot = np.unique(then, return_inverse=True)
+        where, slots = (torch.from_numpy(x).to(z.device) for x in (several - columns.start, slot))
+        mass = (z.index_select(1, spelling.more_token[begin:end]) - largest).exp_()
+        total = (found.index_select(1, where) - largest).exp_().scatter_add_(1, slots.expand_as(mass), mass)
+        found.index_copy_(1, where, total.log_().add_(largest))
+    return found
+
+
+def _spell_odd(
+    spelling: Spelling,
+    rows: slice,
+    odd: npt.NDArray[np.int64],
+    z: Tensor,
+    largest: Tensor,
+    at: Tensor,
+    start: int,
+    out: Tensor,
+) -> None:
+    """The rows where some of the teacher's next token is written, or it was not spelled as usual."""
     width = out.shape[1]
 
     def column(ids: Tensor) -> Tensor:
@@ -106,36 +148,28 @@ def _spell(spelling: Spelling, rows: slice, temperature: float, start: int, out:
         here = ids - start
         return torch.where((ids >= 0) & (here >= 0) & (here < width), here, width)
 
-    low, high = int(spelling.place_host[rows.start]), int(spelling.place_host[rows.stop - 1]) + 1
-    p = torch.softmax(target_logits(spelling.source, slice(low, high)) / temperature, -1).to(out.dtype)
-    at, nodes = spelling.place[rows] - low, spelling.node_host[rows]
-    spread = p.new_zeros(p.shape[0], width + 1).scatter_add_(1, column(spelling.first).expand_as(p), p)
-    each = len(nodes) == p.shape[0] and bool((np.diff(spelling.place_host[rows]) == 1).all())
-    found = spread if each else spread.index_select(0, at)
-    if nodes.any():
-        _spell_begun(spelling, rows, p, at, found, column)
-    # What was really written may be spelled otherwise than usual, or go on into the teacher's further tokens.
-    chosen = (p[at, spelling.actual[rows]] * spelling.beyond[rows].to(p.dtype).exp())[:, None]
-    found.scatter_add_(1, column(spelling.usual[rows])[:, None], -chosen)
-    found.scatter_add_(1, column(spelling.own[rows])[:, None], chosen)
-    out.copy_(found[:, :width]).clamp_(min=0.0)
-    return out.sum(-1)
-
-
-def _spell_begun(
-    spelling: Spelling, rows: slice, p: Tensor, at: Tensor, found: Tensor, column: Callable[[Tensor], Tensor]
-) -> None:
-    """The rows of `found` where some of the teacher's next token is written: of the tokens that begin so, the rests."""
-    nodes = spelling.node_host[rows]
-    places = np.flatnonzero(nodes)
-    sizes = spelling.sizes_host[nodes[places]]
-    begun, counts, ends = (torch.from_numpy(x).to(p.device) for x in (places, sizes, np.cumsum(sizes)))
-    found[begun] = 0.0
-    owner = torch.repeat_interleave(torch.arange(len(sizes), device=p.device), counts, output_size=int(sizes.sum()))
-    shift = spelling.begin[spelling.node[rows][begun]] - (ends - counts)
-    entry = torch.arange(len(owner), device=p.device) + shift[owner]
-    mass = p[at[begun][owner], spelling.token[entry]]
-    found.view(-1).index_add_(0, begun[owner] * found.shape[1] + column(spelling.then[entry]), mass)
+    where = torch.from_numpy(odd).to(z.device)
+    place, level = at[where], largest[at[where]]
+    mass = torch.nn.functional.pad((out[where] - level).exp_(), (0, 1))
+    nodes = spelling.node_host[rows][odd]
+    begun = np.flatnonzero(nodes)
+    if len(begun):
+        sizes = spelling.sizes_host[nodes[begun]]
+        into, counts, ends = (torch.from_numpy(x).to(z.device) for x in (begun, sizes, np.cumsum(sizes)))
+        mass[into] = 0.0
+        owner = torch.repeat_interleave(torch.arange(len(sizes), device=z.device), counts, output_size=int(sizes.sum()))
+        entry = (
+            torch.arange(len(owner), device=z.device)
+            + (spelling.begin[spelling.node[rows][where[into]]] - (ends - counts))[owner]
+        )
+        each = (z[place[into][owner], spelling.token[entry]] - level[into][owner].squeeze(-1)).exp_()
+        mass.view(-1).index_add_(0, into[owner] * (width + 1) + column(spelling.then[entry]), each)
+    # What was really written counts as it was spelled, or goes on into the teacher's further tokens.
+    actual = z[place, spelling.actual[rows][where]] - level.squeeze(-1)
+    chosen = (actual + spelling.beyond[rows][where].to(z.dtype)).exp_()[:, None]
+    mass.scatter_add_(1, column(spelling.usual[rows][where])[:, None], -chosen)
+    mass.scatter_add_(1, column(spelling.own[rows][where])[:, None], chosen)
+    out[where] = mass[:, :width].clamp_(min=0.0).log_().add_(level)
 
 
 def log_probs(logits: Tensor) -> Tensor:

@@ -118,12 +118,14 @@ class Speller:
         """The target of a teacher that is there with its head, at the U places."""
         there = self.lexicon
         if device not in self._tensors:
-            names = ("first", "whole", "begin", "token", "then")
+            names = ("main", "more_token", "more_then", "whole", "begin", "token", "then")
             self._tensors[device] = {name: torch.from_numpy(getattr(there, name)).to(device) for name in names}
 
         def moved(array: Ints) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
+        odd = found.usual != found.own
+        odd[found.beyond_row] = True
         beyond = torch.zeros(len(found.own), device=device)
         if len(found.beyond):
             further, token = source.select(moved(found.beyond)), moved(found.token[found.beyond])
@@ -139,6 +141,8 @@ class Speller:
                 usual=moved(found.usual),
                 own=moved(found.own),
                 beyond=beyond,
+                odd_host=odd,
+                more_then_host=there.more_then,
                 place_host=found.answer,
                 node_host=found.node,
                 sizes_host=np.diff(there.begin),

@@ -25,6 +25,9 @@ class Lexicon:
     students: int  # ids of the student
     first: Ints  # [teacher ids]; the student's first token of each
     whole: npt.NDArray[np.bool_]  # [teacher ids]; that token is all of it
+    main: Ints  # [students]; the teacher id that counts for each, its partner if it has one; NOWHERE: none does
+    more_token: Ints  # [M]; the other teacher ids, in the order of …
+    more_then: Ints  # [M]; … what they count for
     begin: Ints  # [nodes + 1]; the entries of each node
     token: Ints  # [E]; teacher id
     then: Ints  # [E]; student id
@@ -79,10 +82,19 @@ def lexicon(teacher: TokenTable, student: TokenTable, found: VocabMap) -> Lexico
     kept = np.flatnonzero(then_at != NOWHERE)
     order = kept[np.argsort(node_at[kept], kind="stable")]
     counts = np.bincount(node_at[kept], minlength=len(nodes) + 1)
+    whole = np.isin(np.arange(len(teacher)), found.student)
+    main = np.full(len(student), NOWHERE, dtype=np.int64)
+    for ids in (np.flatnonzero((first != NOWHERE) & ~whole)[::-1], np.flatnonzero(whole)):  # the last one stays
+        main[first[ids]] = ids
+    more = np.flatnonzero((first != NOWHERE) & (main[np.maximum(first, 0)] != np.arange(len(teacher))))
+    order_more = np.argsort(first[more], kind="stable")
     return Lexicon(
         students=len(student),
         first=first,
-        whole=np.isin(np.arange(len(teacher)), found.student),
+        whole=whole,
+        main=main,
+        more_token=more[order_more],
+        more_then=first[more][order_more],
         begin=np.concatenate([[0], np.cumsum(counts)]),
         token=of[order],
         then=then_at[order],
