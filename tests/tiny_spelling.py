@@ -35,10 +35,11 @@ def random_spelling(seed: int, students: int = 25, teachers: int = 19, rows: int
         elif x >= 0:
             more.append((x, y))
     more_then, more_token = (np.array(column, dtype=np.int64) for column in zip(*sorted(more), strict=True))
-    arrays = (main, more_token, more_then, first >= 0, begin, token, then, place, node, actual, usual, own)
+    several, slot = np.unique(more_then, return_inverse=True)
+    arrays = (main, more_token, slot, several, first >= 0, begin, token, then, place, node, actual, usual, own)
     tensors = [torch.from_numpy(x) for x in arrays]
     odd = (usual != own) | (beyond < 0)
-    spelling = Spelling(source, students, *tensors, torch.from_numpy(beyond), odd, more_then, place, node, sizes)
+    spelling = Spelling(source, students, *tensors, torch.from_numpy(beyond), odd, more_then, slot, place, node, sizes)
     hidden = torch.randn(rows, 6, generator=made, dtype=dtype)
     head = torch.randn(students + 4, 6, generator=made, dtype=dtype)  # with padding ids
     return hidden, head, torch.from_numpy(own), DenseTarget(spelled=spelling)
@@ -52,7 +53,7 @@ def _usual(node, y, first, begin, token, then) -> int:
 
 def naive_probabilities(spelling: Spelling, temperature: float = 1.0) -> Tensor:
     """[N, students], row by row and id by id."""
-    first = dict(zip(spelling.more_token.tolist(), spelling.more_then.tolist(), strict=True))
+    first = dict(zip(spelling.more_token.tolist(), spelling.more_then_host.tolist(), strict=True))
     first |= {int(y): x for x, y in enumerate(spelling.main) if y >= 0}
     found = []
     for row in range(len(spelling.place)):

@@ -118,7 +118,8 @@ class Spelling:
     students: int  # ids of the student
     main: Tensor  # int64 [students]; the lexicon, as text.Lexicon has it
     more_token: Tensor  # int64 [M]
-    more_then: Tensor  # int64 [M]
+    more_slot: Tensor  # int64 [M]; which of `several` each counts for
+    several: Tensor  # int64 [S]; the student's ids that more than one counts for, increasing
     whole: Tensor  # bool [teacher ids]
     begin: Tensor  # int64 [nodes + 1]
     token: Tensor  # int64 [E]
@@ -131,6 +132,7 @@ class Spelling:
     beyond: Tensor  # [N]; log-probability of the teacher's further tokens that the student's goes on into
     odd_host: npt.NDArray[np.bool_]  # [N]; where it was not written as usual, or goes on
     more_then_host: npt.NDArray[np.int64]
+    slot_host: npt.NDArray[np.int64]  # as more_slot
     place_host: npt.NDArray[np.int64]
     node_host: npt.NDArray[np.int64]
     sizes_host: npt.NDArray[np.int64]  # [nodes]; entries of each

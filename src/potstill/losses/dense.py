@@ -121,9 +121,9 @@ def _spread_whole(spelling: Spelling, z: Tensor, largest: Tensor, columns: slice
     found.masked_fill_(main < 0, -math.inf)
     begin, end = np.searchsorted(spelling.more_then_host, (columns.start, columns.stop))
     if begin < end:
-        then = spelling.more_then_host[begin:end]
-        several, slot = np.unique(then, return_inverse=True)
-        where, slots = (torch.from_numpy(x).to(z.device) for x in (several - columns.start, slot))
+        slots = spelling.more_slot[begin:end] - spelling.more_slot[begin]
+        first, last = (int(spelling.slot_host[x]) for x in (begin, end - 1))
+        where = spelling.several[first : last + 1] - columns.start
         mass = (z.index_select(1, spelling.more_token[begin:end]) - largest).exp_()
         total = (found.index_select(1, where) - largest).exp_().scatter_add_(1, slots.expand_as(mass), mass)
         found.index_copy_(1, where, total.log_().add_(largest))

@@ -118,7 +118,7 @@ class Speller:
         """The target of a teacher that is there with its head, at the U places."""
         there = self.lexicon
         if device not in self._tensors:
-            names = ("main", "more_token", "more_then", "whole", "begin", "token", "then")
+            names = ("main", "more_token", "more_slot", "several", "whole", "begin", "token", "then")
             self._tensors[device] = {name: torch.from_numpy(getattr(there, name)).to(device) for name in names}
 
         def moved(array: Ints) -> Tensor:
@@ -143,6 +143,7 @@ class Speller:
                 beyond=beyond,
                 odd_host=odd,
                 more_then_host=there.more_then,
+                slot_host=there.more_slot,
                 place_host=found.answer,
                 node_host=found.node,
                 sizes_host=np.diff(there.begin),

@@ -27,7 +27,9 @@ class Lexicon:
     whole: npt.NDArray[np.bool_]  # [teacher ids]; that token is all of it
     main: Ints  # [students]; the teacher id that counts for each, its partner if it has one; NOWHERE: none does
     more_token: Ints  # [M]; the other teacher ids, in the order of …
-    more_then: Ints  # [M]; … what they count for
+    more_then: Ints  # [M]; … what they count for …
+    more_slot: Ints  # [M]; … which of these it is:
+    several: Ints  # [S]; the student's ids that more than one counts for
     begin: Ints  # [nodes + 1]; the entries of each node
     token: Ints  # [E]; teacher id
     then: Ints  # [E]; student id
@@ -88,6 +90,7 @@ def lexicon(teacher: TokenTable, student: TokenTable, found: VocabMap) -> Lexico
         main[first[ids]] = ids
     more = np.flatnonzero((first != NOWHERE) & (main[np.maximum(first, 0)] != np.arange(len(teacher))))
     order_more = np.argsort(first[more], kind="stable")
+    several, slots = np.unique(first[more][order_more], return_inverse=True)
     return Lexicon(
         students=len(student),
         first=first,
@@ -95,6 +98,8 @@ def lexicon(teacher: TokenTable, student: TokenTable, found: VocabMap) -> Lexico
         main=main,
         more_token=more[order_more],
         more_then=first[more][order_more],
+        more_slot=slots,
+        several=several,
         begin=np.concatenate([[0], np.cumsum(counts)]),
         token=of[order],
         then=then_at[order],
