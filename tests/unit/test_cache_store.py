@@ -21,7 +21,17 @@ from potstill.files import MANIFEST, UNFINISHED
 from potstill.teachers import store
 from potstill.teachers.codec import Format, encode, read_chosen, to_bytes
 from potstill.teachers.inspect import _at_ids, verify
-from potstill.teachers.store import Cache, Writer, adopt, create, open_shard, read_manifest, shard_names, signal_keys
+from potstill.teachers.shard import open_shard
+from potstill.teachers.store import (
+    Cache,
+    Writer,
+    adopt,
+    create,
+    identity_of,
+    read_manifest,
+    shard_names,
+    signal_keys,
+)
 from potstill.types import PotstillError
 
 FORM = Format("chosen", 500)
@@ -146,7 +156,7 @@ def test_a_million_documents_open_without_an_object_for_each(folder):
     chosen = [0, 12_345, 999_999]
     for at in chosen:
         shard["checksums"][at] = store.checksum(bytes(keys[at]), tokens, data)
-    content = safetensors.numpy.save(shard)
+    content = safetensors.numpy.save(shard, metadata={"identity": writer.identity})
     name = f"shard-{len(content)}-{0:08x}.safetensors"
     (folder / name).write_bytes(content)
     del shard, content, writer
@@ -193,7 +203,7 @@ def test_the_manifest_counts_and_lists_what_is_there(three):
     assert manifest["bytes"] == sum((folder / name).stat().st_size for name in names)
     assert {k: manifest[k] for k in IDENTITY} == IDENTITY
     assert manifest["files"].keys() == {"tokenizer/tokenizer.json"}
-    assert (manifest["format"], manifest["version"]) == ("potstill cache", 1)
+    assert (manifest["format"], manifest["version"]) == ("potstill cache", 2)
 
 
 def test_a_shard_is_plain_safetensors(three):
@@ -361,7 +371,7 @@ def test_a_truncated_shard(three):
 
 def test_a_flipped_byte_in_the_data_of_one_document(three):
     folder, names = three
-    shard = open_shard(folder, names[1])
+    shard = open_shard(folder, names[1], identity_of(read_manifest(folder)))
     hit = next(n for n in range(10, 20) if key_of(n) == bytes(shard.keys[4]).hex())
     damage(folder / names[1], place(folder / names[1], "data")[int(shard.offsets[4]) + 3])
     cache = Cache(folder)
@@ -431,6 +441,67 @@ def test_a_flipped_byte_in_the_index_is_reported_by_verify(three):
         path.write_bytes(whole)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"signal": signal_keys(replace(FORM, vocabulary=400))},
+        {"signal": signal_keys(replace(FORM, temperatures=(2.0,)))},
+        {"teacher": {"model": "some-teacher", "weights": "other", "dtype": "float32"}},
+        {"teacher": {"model": "some-teacher", "weights": "abc", "dtype": "bfloat16"}},
+        {"tokenizer": "other"},
+        {"chat": {"template": None, "kwargs": {"thinking": True}}},
+        {"piece_bytes": 10},
+    ],
+    ids=str,
+)
+def test_a_shard_of_another_cache_or_a_manifest_that_was_edited(three, tmp_path, change):
+    folder, _ = three
+    other = tmp_path / "other"
+    create(other, {**IDENTITY, **change}, fill)
+    name = write(other, range(5))
+    (folder / name).write_bytes((other / name).read_bytes())
+    for call in (lambda: Cache(folder), lambda: adopt(folder)):
+        assert refused(call) == (
+            f"the cache {folder} is damaged: {name} was written for another cache (of another teacher, kind, signal or text), "
+            "or manifest.json was changed since. Move that file away, or put back the manifest.json it was written with"
+        )
+    (folder / name).unlink()
+    assert readable(folder) == set(range(30))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**manifest, **change}))
+    assert "was written for another cache" in refused(lambda: Cache(folder))
+    renamed = {**manifest, "teacher": {**manifest["teacher"], "model": "moved/elsewhere"}}
+    (folder / MANIFEST).write_text(json.dumps(renamed))
+    assert readable(folder) == set(range(30))
+
+
+def test_a_shard_without_an_identity(folder):
+    content = safetensors.numpy.save(
+        {
+            "keys": np.zeros((0, 16), np.uint8),
+            "tokens": np.zeros(0, np.int32),
+            "offsets": np.zeros(1, np.int64),
+            "checksums": np.zeros(0, np.uint32),
+            "data": np.zeros(0, np.uint8),
+        }
+    )
+    name = f"shard-{len(content)}-{0:08x}.safetensors"
+    (folder / name).write_bytes(content)
+    assert f"{name} was written for another cache" in refused(lambda: Cache(folder))
+
+
+@pytest.mark.parametrize("change", [b"x", None], ids=["longer", "shorter"])
+def test_a_document_of_another_size_than_the_format_says(folder, change):
+    """Its checksum is right: it was written so."""
+    writer = Writer(folder)
+    tokens, data = document(3)
+    writer.add(key_of(3), tokens, data + change if change else data[:-1])
+    writer.flush()
+    message = refused(lambda: Cache(folder).documents([key_of(3)]))
+    assert f"document {key_of(3)} does not fit what the manifest says (there are" in message
+    assert len(verify(folder).damage) == 1 and key_of(3) in verify(folder).damage[0]
+
+
 def test_a_shard_that_is_gone(three):
     folder, names = three
     (folder / names[2]).unlink()
@@ -475,12 +546,12 @@ def test_a_damaged_shard_is_not_taken_up(three):
         ("[]", "is not the manifest of a potstill cache"),
         ('{"files": {}}', "is not the manifest of a potstill cache"),
         (
-            '{"format": "potstill cache", "version": 2, "kind": "top_k"}',
-            "version 2, kind top_k, which this potstill cannot",
-        ),
-        ('{"format": "potstill cache", "version": 1, "kind": "all"}', "kind all, which this potstill cannot read"),
-        (
             '{"format": "potstill cache", "version": 1, "kind": "top_k"}',
+            "version 1, kind top_k, which this potstill cannot",
+        ),
+        ('{"format": "potstill cache", "version": 2, "kind": "all"}', "kind all, which this potstill cannot read"),
+        (
+            '{"format": "potstill cache", "version": 2, "kind": "top_k"}',
             "lacks signal, teacher, tokenizer, chat, piece_bytes",
         ),
     ],

@@ -111,7 +111,6 @@ class Scribe:
         self.teacher = teacher
         self.form = format_of(store, teacher)
         self.text = TeacherText(teacher.tokenizer, teacher.positions)
-        self.writer = Writer(folder)
         found = fingerprints(teacher)
         identity = {
             "kind": self.form.kind,
@@ -127,6 +126,7 @@ class Scribe:
             "piece_bytes": piece_bytes(data),
         }
         create(folder, identity, self._beside)
+        self.writer = Writer(folder)
         self._remove_stale(folder)
         self.documents = self.tokens = self.bytes = 0
         self._rest = np.zeros(2)  # rows, and the sum of their rests' masses

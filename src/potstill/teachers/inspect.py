@@ -18,9 +18,10 @@ from potstill.files import checksums_differ
 from potstill.models import LanguageModel
 from potstill.teachers.codec import Document, read_chosen, read_hidden, read_sampled, read_top_k
 from potstill.teachers.reading import pieces_of, weights_fingerprint
+from potstill.teachers.shard import Shard, whole
 from potstill.teachers.signal import signal_of, uniforms
-from potstill.teachers.store import Cache, Shard, whole
-from potstill.types import Example
+from potstill.teachers.store import Cache
+from potstill.types import Example, PotstillError
 
 AT_ONCE = 4096
 NO_MASS = -64.0  # a log-probability that stands for all that are smaller
@@ -123,7 +124,11 @@ def _check_shard(cache: Cache, shard: Shard, report: Report) -> float:
         if not shard.whole(number):
             report.damage.append(f"{shard.name}: document {key} is not what was written")
             continue
-        document = shard.document(number, form, cache.folder)
+        try:
+            document = shard.document(number, form, cache.folder)
+        except PotstillError as error:
+            report.damage.append(str(error))
+            continue
         rows = np.arange(int(document.predicted.sum()))
         mass, largest = _mass_and_largest(document, rows)
         if max(largest, int(document.tokens.max(initial=0))) >= form.vocabulary:
