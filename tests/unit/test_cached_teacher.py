@@ -25,11 +25,12 @@ from potstill.data import Windows, collate
 from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_teacher, shared_ids
 from potstill.teachers.build import Scribe, build
-from potstill.teachers.cached import CachedTeacher
+from potstill.teachers.cached import CachedTeacher, load_head
 from potstill.teachers.codec import read_sampled, read_top_k
 from potstill.teachers.inspect import coverage, verify
 from potstill.teachers.live import LiveTeacher
 from potstill.teachers.several import as_teachers_need, open_teachers, prepared
+from potstill.teachers.shelf import Shelf
 from potstill.teachers.store import Cache, Writer
 from potstill.training.student import LossKnobs
 from potstill.types import DenseTarget, PotstillError
@@ -320,6 +321,49 @@ def test_width_in_the_fused_loss(divergence, temperature):
             padded = torch.zeros_like(mine)
             padded[: of_kd.shape[0]] = of_kd.grad
             torch.testing.assert_close(mine.grad, padded + of_ce.grad)
+
+
+# What stands beside the shards
+
+
+def hit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("remove", [False, True], ids=["a flipped byte", "missing"])
+@pytest.mark.parametrize("name", ["head.safetensors", "tokenizer/tokenizer_config.json"])
+def test_a_damaged_file_beside_the_shards_is_told_and_a_build_writes_it_anew(
+    teacher, student, files, tmp_path, name, remove
+):
+    """As verify and the message say."""
+    data, folder, store = data_of(files, "text"), tmp_path / "cache", StoreConfig(kind="hidden")
+    build(teacher, store, data, folder, name="tiny")
+    batches = batches_of(data, student)
+    expected, _ = step(student, batches, answers(opened(folder, student, data), batches))
+    path = folder / name
+    path.unlink() if remove else hit(path)
+    with pytest.raises(PotstillError) as caught:
+        Shelf(Cache(folder))
+    state = "missing" if remove else "not what was written"
+    assert f"the cache {folder} is damaged: {name} is {state}. Run the command that made it" in str(caught.value)
+    assert verify(folder).damage == [f"{name} is {state}"]
+    assert build(teacher, store, data, folder, name="tiny").documents == 0
+    loss, _ = step(student, batches, answers(opened(folder, student, data), batches))
+    assert loss == expected and verify(folder).damage == []
+    assert not list(folder.glob(".unfinished*"))
+
+
+def test_training_does_not_begin_with_a_damaged_head(teacher, student, files, tmp_path):
+    data = data_of(files, "text")
+    build(teacher, StoreConfig(kind="hidden"), data, tmp_path / "cache", name="tiny")
+    hit(tmp_path / "cache" / "head.safetensors")
+    with pytest.raises(PotstillError, match=r"head\.safetensors is not what was written"):
+        opened(tmp_path / "cache", student, data)
+    (tmp_path / "cache" / "head.safetensors").unlink()
+    with pytest.raises(PotstillError, match=r"cannot read .*head\.safetensors .*potstill cache build"):
+        load_head(tmp_path / "cache")
 
 
 # What is missing

@@ -7,6 +7,7 @@ build that was killed, or spread over other processes, ends with the same conten
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -152,7 +153,7 @@ class Scribe:
         for left in folder.glob(f"{UNFINISHED}*"):
             with suppress(FileNotFoundError):  # its writer has just finished it
                 if time.time() - left.stat().st_mtime > STALE_SECONDS:
-                    left.unlink()
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def write(self, examples: Sequence[Example]) -> None:
         """Run the teacher on some documents, in its own tokens, and hand what it says to the thread that writes."""

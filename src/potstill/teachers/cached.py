@@ -115,10 +115,15 @@ def _rows(document: Document, example: Example) -> npt.NDArray[np.int64]:
 
 
 def load_head(folder: Path, width: int | None = None) -> DenseTarget:
-    with safetensors.safe_open(folder / "head.safetensors", "pt") as file:
-        numbers = {key: literal_eval(value) for key, value in (file.metadata() or {}).items()}
-        bias: Tensor | None = file.get_tensor("bias") if "bias" in file.keys() else None  # noqa: SIM118
-        weight = file.get_tensor("weight")
+    try:
+        with safetensors.safe_open(folder / "head.safetensors", "pt") as file:
+            numbers = {key: literal_eval(value) for key, value in (file.metadata() or {}).items()}
+            bias: Tensor | None = file.get_tensor("bias") if "bias" in file.keys() else None  # noqa: SIM118
+            weight = file.get_tensor("weight")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise PotstillError(
+            f"cannot read {folder / 'head.safetensors'} ({error}): run `potstill cache build` again, which writes it anew"
+        ) from error
     return DenseTarget(weight=weight[:width], bias=None if bias is None else bias[:width], **numbers)
 
 

@@ -30,6 +30,7 @@ class Shelf:
         data: DataConfig | None = None,
         piece: Callable[[Example], Piece] = piece_of,
     ) -> None:
+        cache.check_files()
         self.cache = cache
         self._skip = skip_missing
         self._scribe = scribe

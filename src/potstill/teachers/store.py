@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from potstill.files import (
     MANIFEST,
     UNFINISHED,
     checksums,
+    checksums_differ,
     could_not_write,
     refusal,
     write_bytes,
@@ -127,6 +129,14 @@ class Cache:
         _, _, owner, place = index
         return self.shards[int(owner[at])].document(int(place[at]), self.form, self.folder)
 
+    def check_files(self) -> None:
+        """That what stands beside the shards is what was written: a head with another number in it is another teacher."""
+        if what := checksums_differ(self.folder, self.manifest["files"]):
+            raise PotstillError(
+                f"the cache {self.folder} is damaged: {what}. Run the command that made it (`potstill cache build`, or "
+                "`convert`) again: it writes that file anew, and nothing else is lost"
+            )
+
     def keys(self) -> npt.NDArray[np.uint64]:
         """All keys [documents, 2], in order."""
         return np.stack(self._index[:2], -1)
@@ -225,14 +235,17 @@ class Writer:
 
 def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
     """Make the cache, or check that the one that is there is of the same teacher, text and signal. `fill(folder)` writes
-    what stands beside the shards."""
+    what stands beside the shards; again, where some of it is missing or damaged."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             begun = folder / f"{UNFINISHED}cache"  # what a killed process left here is ours to write again
             if (folder / MANIFEST).exists():
-                _check_same(folder, read_manifest(folder), identity)
+                manifest = read_manifest(folder)
+                _check_same(folder, manifest, identity)
                 begun.unlink(missing_ok=True)
+                if checksums_differ(folder, manifest["files"]):
+                    _refill(folder, manifest, fill)
                 return
             others = sorted(name for name in os.listdir(folder) if name != LOCK and not name.startswith(UNFINISHED))
             if others and not begun.exists():
@@ -251,6 +264,24 @@ def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
         if refused is None:
             raise
         raise could_not_write(folder, refused) from error
+
+
+def _refill(folder: Path, manifest: dict[str, Any], fill: Any) -> None:
+    """Write the files beside the shards anew. They appear by renames: somebody may be reading them."""
+    beside = folder / f"{UNFINISHED}files"
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        beside.mkdir()
+        fill(beside)
+        files = checksums(beside)
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (beside / name).replace(folder / name)
+        for name in set(manifest["files"]) - set(files):
+            (folder / name).unlink(missing_ok=True)
+        _write_manifest(folder, {**manifest, "files": files})
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _check_same(folder: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
