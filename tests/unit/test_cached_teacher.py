@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 import threading
 from dataclasses import replace
 from itertools import islice
@@ -24,11 +25,12 @@ from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.data import Windows, collate
 from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_teacher, shared_ids
-from potstill.teachers.build import Scribe, build
+from potstill.teachers.build import Scribe, build, format_of
 from potstill.teachers.cached import CachedTeacher, load_head
 from potstill.teachers.codec import read_sampled, read_top_k
 from potstill.teachers.inspect import coverage, verify
 from potstill.teachers.live import LiveTeacher
+from potstill.teachers.reading import weights_fingerprint
 from potstill.teachers.several import as_teachers_need, open_teachers, prepared
 from potstill.teachers.shelf import Shelf
 from potstill.teachers.store import Cache, Writer
@@ -768,6 +770,47 @@ def test_a_teacher_that_is_not_finite_is_not_cached(tmp_path, files):
     with pytest.raises(PotstillError, match=r"hidden states are not finite in .*text\.jsonl.* \([0-9a-f]{32}\)"):
         build(model, StoreConfig(k=4), data_of(files, "text"), tmp_path / "cache", name="broken", batch_tokens=32)
     assert verify(tmp_path / "cache").damage == []  # what was sound before it
+
+
+@pytest.mark.parametrize("kind", ["top_k", "sampled", "chosen", "hidden"])
+def test_a_head_that_is_not_finite_is_not_cached(teacher, files, tmp_path, kind):
+    broken = copy.copy(teacher)
+    broken.model = copy.deepcopy(teacher.model)
+    with torch.no_grad():
+        broken.model.lm_head.weight = torch.nn.Parameter(broken.model.lm_head.weight.detach().clone())
+        broken.model.lm_head.weight[1500] = math.nan
+    says = (
+        r"head has numbers" if kind == "hidden" else r"probabilities are not finite in .*text\.jsonl.* \([0-9a-f]{32}\)"
+    )
+    with pytest.raises(PotstillError, match=says):
+        build(broken, StoreConfig(kind=kind, k=4), data_of(files, "text"), tmp_path / "cache", name="broken")
+    if kind != "hidden":
+        assert len(Cache(tmp_path / "cache")) == 0
+
+
+def test_the_same_weights_with_another_configuration_are_another_teacher(teacher, files, tmp_path):
+    """It decides what is computed with them; where a model is and what it is called does not."""
+    (data, store, folder), same = (data_of(files, "text"), StoreConfig(k=8), tmp_path / "cache"), tmp_path / "same"
+    build(teacher, store, data, folder, name="tiny")
+    shutil.copytree(teacher.model.name_or_path, same)
+    moved = load_teacher(TeacherConfig(model=str(same)), CPU, "teachers[0]")
+    assert weights_fingerprint(moved) == weights_fingerprint(teacher)
+    config = json.loads((same / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    other = load_teacher(TeacherConfig(model=str(same)), CPU, "teachers[0]")
+    assert weights_fingerprint(other) != weights_fingerprint(teacher)
+    with pytest.raises(PotstillError, match="is a cache with another teacher"):
+        build(other, store, data, folder, name="tiny")
+
+
+def test_temperatures_that_a_cache_has_no_use_for(teacher):
+    assert format_of(StoreConfig(k=8, temperatures=[2.0, 1.0, 1.0]), teacher).temperatures == (1.0, 2.0)
+    with pytest.raises(PotstillError, match=r"draws from the rest are at temperature 1, .* add 1 to temperatures"):
+        format_of(StoreConfig(k=8, temperatures=[2.0], rest=4), teacher)
+    for kind in ("sampled", "chosen"):
+        with pytest.raises(PotstillError, match=rf"what kind {kind} keeps is at temperature 1: leave them out"):
+            format_of(StoreConfig(kind=kind, temperatures=[2.0]), teacher)
+    assert format_of(StoreConfig(kind="hidden", temperatures=[2.0]), teacher).kind == "hidden"
 
 
 def test_a_vocabulary_smaller_than_k_and_a_head_smaller_than_the_tokenizer(teacher, files, tmp_path):

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import safetensors.torch
 import torch
-from torch import Tensor
 
 from potstill.config import DataConfig, StoreConfig
 from potstill.data import Piece, collate
@@ -76,6 +76,11 @@ def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
         raise PotstillError(
             f"a cache holds vocabularies of up to {LARGEST_VOCABULARY:,} ids; the teacher's has {vocabulary:,}"
         )
+    if store.kind in ("sampled", "chosen") and set(store.temperatures) != {1.0}:
+        raise PotstillError(
+            f"the cache's temperatures: what kind {store.kind} keeps is at temperature 1: leave them out, or choose kind top_k "
+            "or hidden"
+        )
     if store.kind == "top_k" and store.k > vocabulary:
         raise PotstillError(
             f"the cache's k is {store.k} and the teacher has {vocabulary} ids: choose a k of at most that"
@@ -85,7 +90,12 @@ def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
             raise PotstillError(
                 f"the cache's k is all of the teacher's {vocabulary} ids: there is no rest to draw from"
             )
-        temperatures = tuple(sorted(store.temperatures))
+        temperatures = tuple(sorted(set(store.temperatures)))
+        if store.rest and 1.0 not in temperatures:
+            raise PotstillError(
+                "the cache's rest: draws from the rest are at temperature 1, and a loss at another cannot use them: add 1 to "
+                "temperatures, or leave rest out"
+            )
         seed = store.seed if store.rest else 0
         return Format("top_k", vocabulary, k=store.k, temperatures=temperatures, rest=store.rest, seed=seed)
     if store.kind == "sampled":
@@ -143,6 +153,8 @@ class Scribe:
             head = self.teacher.at_rows(torch.empty(0), self.form.vocabulary)
             assert head.weight is not None
             tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+            if any(tensor.isnan().any() for tensor in tensors.values()):
+                raise PotstillError("the teacher's head has numbers that are none (NaN): take another teacher")
             numbers = {"softcap": head.softcap, "logit_scale": head.logit_scale}
             metadata = {key: repr(value) for key, value in numbers.items() if value is not None}
             tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
@@ -172,17 +184,17 @@ class Scribe:
     @torch.no_grad()
     def _signal(self, batch: Batch) -> dict[str, Any]:
         hidden = self.teacher.hidden(batch, batch.rows.teacher)
-        if not torch.isfinite(hidden).all():
-            raise PotstillError(
-                f"the teacher's hidden states are not finite in {_first_broken(hidden, batch)}: try dtype float32, or another "
-                "teacher; nothing of this batch is in the cache"
-            )
+        _check_rows(torch.isfinite(hidden).all(-1).cpu().numpy(), "hidden states", batch)
         random = None
         if draws := self.form.draws or self.form.rest:
             random = np.concatenate(
                 [uniforms(self.form.seed, e.key, e.supervised_tokens, draws) for e in batch.examples]
             )
-        return signal_of(self.form, self.teacher.at_rows(hidden, self.form.vocabulary), batch.rows.labels, random)
+        found = signal_of(self.form, self.teacher.at_rows(hidden, self.form.vocabulary), batch.rows.labels, random)
+        for values in found.values():
+            if values.dtype.kind == "f":
+                _check_rows(~np.isnan(values).reshape(len(values), -1).any(-1), "probabilities", batch)
+        return found
 
     def _add(self, examples: Sequence[Example], signal_rows: dict[str, Any]) -> None:
         streams = encode(self.form, signal_rows)
@@ -228,11 +240,15 @@ class Scribe:
             self._worker.shutdown()
 
 
-def _first_broken(hidden: Tensor, batch: Batch) -> str:
-    row = int((~torch.isfinite(hidden)).any(-1).nonzero()[0, 0])
+def _check_rows(sound: npt.NDArray[np.bool_], what: str, batch: Batch) -> None:
+    if sound.all():
+        return
     ends = np.cumsum([example.supervised_tokens for example in batch.examples])
-    example = batch.examples[int(np.searchsorted(ends, row, side="right"))]
-    return f"{example.source} ({example.key})"
+    example = batch.examples[int(np.searchsorted(ends, int(np.argmin(sound)), side="right"))]
+    raise PotstillError(
+        f"the teacher's {what} are not finite in {example.source} ({example.key}): try dtype float32, or another teacher; "
+        "nothing of this batch is in the cache"
+    )
 
 
 def _chat_kwargs(data: DataConfig, folder: Path) -> dict[str, Any]:
