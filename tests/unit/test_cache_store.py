@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import safetensors.numpy
 from potstill.files import MANIFEST, UNFINISHED
 from potstill.teachers import store
 from potstill.teachers.codec import Format, encode, read_chosen, to_bytes
-from potstill.teachers.inspect import _at_ids, verify
+from potstill.teachers.inspect import _at_ids, share_that_differs, verify
 from potstill.teachers.shard import open_shard
 from potstill.teachers.store import (
     Cache,
@@ -360,13 +361,22 @@ def test_a_truncated_shard(three):
     path = folder / names[1]
     size = path.stat().st_size
     os.truncate(path, size - 7)
-    for call in (lambda: Cache(folder), lambda: adopt(folder), lambda: verify(folder)):
-        message = refused(call)
+    for message in (refused(lambda: Cache(folder)), refused(lambda: adopt(folder)), *verify(folder).damage):
         assert message.startswith(
             f"the cache {folder} is damaged: in {names[1]}, {size - 7:,} bytes are left of {size:,}."
         )
         assert "Remove that file and run `potstill cache build` again" in message
     heal(folder, names[1], range(10, 20))
+
+
+def test_verify_reports_every_damaged_shard_and_not_only_the_first(three):
+    folder, names = three
+    os.truncate(folder / names[0], 100)
+    damage(folder / names[1], place(folder / names[1], "data")[5])
+    (folder / names[2]).unlink()
+    report = verify(folder)
+    assert [names[i] in line for i, line in zip((2, 0, 1, 1), report.damage, strict=True)] == [True] * 4
+    assert report.numbers["documents"] == 10
 
 
 def test_a_flipped_byte_in_the_data_of_one_document(three):
@@ -510,7 +520,7 @@ def test_a_shard_that_is_gone(three):
         f"the cache {folder} lacks 1 of its shards ({names[2]}; 10 documents): put them back, or run `potstill cache build` "
         "again, which computes what they held anew"
     )
-    assert refused(lambda: verify(folder)) == message
+    assert verify(folder).damage == [message]
     heal(folder, names[2], range(20, 30))
 
 
@@ -672,6 +682,38 @@ def test_verify_compares_values_id_by_id():
         here = dict(zip(ids[row].tolist(), values[row].tolist(), strict=True))
         assert found[row].tolist() == [here.get(i, values[row, -1]) for i in wanted[row].tolist()]
     assert (wanted != ids).any() and not np.array_equal(found, values)
+
+
+@pytest.mark.parametrize("draw", [505, 7], ids=["beyond the vocabulary", "an entry"])
+def test_draws_from_the_rest_that_cannot_be(tmp_path, draw):
+    form = Format("top_k", 500, k=2, rest=3)
+    create(tmp_path / "cache", {**IDENTITY, "kind": "top_k", "signal": signal_keys(form)}, fill)
+    signal = {
+        "ids": np.array([[7, 8]]),
+        "logprobs": np.log([[0.5, 0.25]]),
+        "odds": np.log([[1 / 3]]),
+        "chosen": np.array([-1.0]),
+        "rest": np.array([[9, 10, 11]]),
+        "rest_entropy": np.array([1.0]),
+    }
+    for number, drawn in enumerate((signal["rest"], np.array([[9, draw, 11]]))):
+        writer = Writer(tmp_path / "cache")
+        streams = encode(form, {**signal, "rest": drawn})
+        writer.add(key_of(number), 2, to_bytes(form, np.arange(2), np.arange(2), np.arange(2) > 0, streams))
+        writer.flush()
+    (what,) = verify(tmp_path / "cache").damage
+    says = "an id beyond the vocabulary" if draw == 505 else "draws from the rest that are not of the rest"
+    assert what.endswith(f"document {key_of(1)} has {says}")
+
+
+def test_the_share_of_draws_that_differ():
+    """Against counting; and by hand: 3 of 4 have a partner."""
+    generator = np.random.default_rng(0)
+    one, other = (np.sort(generator.integers(0, 9, (30, 12)), -1) for _ in range(2))
+    for row, share in enumerate(share_that_differs(one, other, 9)):
+        both = Counter(one[row].tolist()) & Counter(other[row].tolist())
+        assert share == pytest.approx(1 - sum(both.values()) / 12)
+    assert share_that_differs(np.array([[1, 1, 2, 5]]), np.array([[1, 2, 5, 5]]), 9).tolist() == [0.25]
 
 
 # A full disk

@@ -30,7 +30,7 @@ from potstill.teachers.cached import CachedTeacher, load_head
 from potstill.teachers.codec import read_sampled, read_top_k
 from potstill.teachers.inspect import coverage, verify
 from potstill.teachers.live import LiveTeacher
-from potstill.teachers.reading import weights_fingerprint
+from potstill.teachers.reading import pieces_of, weights_fingerprint
 from potstill.teachers.several import as_teachers_need, open_teachers, prepared
 from potstill.teachers.shelf import Shelf
 from potstill.teachers.store import Cache, Writer
@@ -786,6 +786,30 @@ def test_a_head_that_is_not_finite_is_not_cached(teacher, files, tmp_path, kind)
         build(broken, StoreConfig(kind=kind, k=4), data_of(files, "text"), tmp_path / "cache", name="broken")
     if kind != "hidden":
         assert len(Cache(tmp_path / "cache")) == 0
+
+
+@pytest.mark.parametrize("kind", ["top_k", "sampled", "chosen", "hidden"])
+def test_verify_finds_documents_that_are_not_what_the_teacher_says(teacher, files, tmp_path, monkeypatch, kind):
+    """One of them, with every checksum right: as a teacher that was changed while it was run would write it."""
+    data, store = data_of(files, "text"), StoreConfig(kind=kind, k=16)
+    folder = tmp_path / "cache"
+    known = next(pieces_of(data, teacher.tokenizer)).key
+    add = Scribe._add
+
+    def other(self, examples, signal_rows):
+        if any(example.key == known for example in examples):
+            signal_rows = {name: values[::-1].copy() for name, values in signal_rows.items()}
+        add(self, examples, signal_rows)
+
+    monkeypatch.setattr(Scribe, "_add", other)
+    build(teacher, store, data, folder, name="tiny", batch_tokens=1)
+    assert verify(folder).damage == []
+    report = verify(folder, teacher, sample=99)
+    (what,) = report.damage
+    assert f"1 of {len(Cache(folder))} documents are not what the teacher says now" in what and known in what
+    monkeypatch.undo()
+    build(teacher, store, data, tmp_path / "right", name="tiny")
+    assert verify(tmp_path / "right", teacher, sample=99).damage == []
 
 
 def test_the_same_weights_with_another_configuration_are_another_teacher(teacher, files, tmp_path):

@@ -43,10 +43,12 @@ IDENTITY = ("format", "version", "kind", "signal", "teacher", "tokenizer", "chat
 
 
 class Cache:
-    """A cache opened for reading. Documents are found by key; nothing is read before it is asked for."""
+    """A cache opened for reading. Documents are found by key; nothing is read before it is asked for. `damage`: a list for
+    what is wrong with shards, which are then left out; without it that is an error."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, damage: list[str] | None = None) -> None:
         self.folder = folder
+        self._damage = damage
         self.manifest = read_manifest(folder)
         self.form = form_of(self.manifest)
         self.shards: list[Shard] = []
@@ -66,14 +68,21 @@ class Cache:
         lost = sorted(set(listed) - set(names))
         if lost:
             count = sum(listed[name]["documents"] for name in lost)
-            raise PotstillError(
-                f"the cache {self.folder} lacks {len(lost)} of its shards ({lost[0]}{', …' if lost[1:] else ''}; {count:,} "
-                "documents): put them back, or run `potstill cache build` again, which computes what they held anew"
+            self._wrong(
+                PotstillError(
+                    f"the cache {self.folder} lacks {len(lost)} of its shards ({lost[0]}{', …' if lost[1:] else ''}; {count:,} "
+                    "documents): put them back, or run `potstill cache build` again, which computes what they held anew"
+                )
             )
         if self.shards and not set(names) - known:
             return
         identity = identity_of(self.manifest)
-        self.shards += [open_shard(self.folder, name, identity) for name in names if name not in known]
+        for name in names:
+            if name not in known:
+                try:
+                    self.shards.append(open_shard(self.folder, name, identity))
+                except PotstillError as error:
+                    self._wrong(error)
         keys = np.concatenate([shard.keys for shard in self.shards]) if self.shards else np.zeros((0, 16), np.uint8)
         words = np.ascontiguousarray(keys).view(">u8").astype(np.uint64)
         order = np.argsort(words[:, 0], kind="stable")
@@ -81,6 +90,11 @@ class Cache:
         owner = np.repeat(np.arange(len(sizes), dtype=np.uint64), sizes)
         place = np.concatenate([np.arange(n, dtype=np.uint64) for n in sizes]) if sizes else owner
         self._index = (words[order, 0], words[order, 1], owner[order], place[order])
+
+    def _wrong(self, error: PotstillError) -> None:
+        if self._damage is None:
+            raise error
+        self._damage.append(str(error))
 
     def __len__(self) -> int:
         return len(self._index[0])
