@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -257,6 +259,24 @@ def test_an_index_that_is_refreshed_between_finding_and_reading(three, monkeypat
 
     monkeypatch.setattr(Cache, "_find", staticmethod(meanwhile))
     assert [number_of(read) for read in cache.documents([key_of(n) for n in range(30)])] == list(range(30))
+
+
+def test_threads_that_refresh_at_once_take_up_a_shard_once(three, monkeypatch):
+    folder, _ = three
+    cache = Cache(folder)
+    write(folder, range(30, 40))
+
+    def slowly(*where):
+        time.sleep(0.2)
+        return open_shard(*where)
+
+    monkeypatch.setattr(store, "open_shard", slowly)
+    threads = [threading.Thread(target=cache.refresh) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cache.shards) == 4 and len(cache) == 40
 
 
 def test_a_shard_listed_while_another_process_looks_is_not_lost(three, monkeypatch):

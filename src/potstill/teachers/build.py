@@ -27,7 +27,7 @@ from potstill.config import DataConfig, StoreConfig
 from potstill.data import Piece, collate
 from potstill.files import MANIFEST, UNFINISHED
 from potstill.models import LanguageModel, check_rows
-from potstill.teachers.codec import DTYPES, LARGEST_VOCABULARY, Format, encode, to_bytes
+from potstill.teachers.codec import DTYPES, LARGEST_VOCABULARY, NOTHING, Format, encode, to_bytes
 from potstill.teachers.reading import (
     TeacherText,
     as_cached,
@@ -43,6 +43,7 @@ from potstill.types import Batch, Example, PotstillError
 
 GROUP_PIECES = 2048  # sorted by length together
 SHARD_SECONDS = 60.0  # at most so much work is lost when a build is killed
+BATCH_TOKENS = 4096  # of a forward pass
 WAITING = 4  # batches whose signal waits to be packed and written
 STALE_SECONDS = 600.0  # an unfinished file older than this has no writer any more
 
@@ -145,6 +146,8 @@ class Scribe:
         self._began = time.monotonic()
         self._worker = ThreadPoolExecutor(1, "scribe")
         self._pending: list[Future[None]] = []
+        self._tending: Future[None] | None = None
+        self._closed = False
 
     def _beside(self, folder: Path) -> None:
         """What a reader needs besides the shards: the tokenizer, and with hidden states the head."""
@@ -166,6 +169,17 @@ class Scribe:
             with suppress(FileNotFoundError):  # its writer has just finished it
                 if time.time() - left.stat().st_mtime > STALE_SECONDS:
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+    def add(self, pieces: Sequence[Piece], batch_tokens: int = BATCH_TOKENS) -> int:
+        """Compute some documents. Gives how many have nothing to predict in them: they are stored as nothing, for else they
+        would be missing for ever."""
+        read = self.text(pieces)
+        barren = [piece.key for piece, example in zip(pieces, read, strict=True) if example is None]
+        if barren:
+            self._pending.append(self._worker.submit(self._add_nothing, barren))
+        for some in _by_tokens([example for example in read if example is not None], batch_tokens):
+            self.write(some)
+        return len(barren)
 
     def write(self, examples: Sequence[Example]) -> None:
         """Run the teacher on some documents, in its own tokens, and hand what it says to the thread that writes."""
@@ -217,9 +231,24 @@ class Scribe:
         if self.writer.size >= SHARD_BYTES or time.monotonic() - self._began >= self._shard_seconds:
             self._flush()
 
+    def _add_nothing(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.writer.add(key, 0, NOTHING)
+
     def _flush(self) -> None:
         self.writer.flush()
         self._began = time.monotonic()
+
+    def tend(self) -> None:
+        """Put what has waited long enough on disk, on the thread that writes. Who reads calls it: nothing may be added any
+        more."""
+        before = self._tending  # of any thread that reads
+        if before is not None:
+            if not before.done():
+                return
+            before.result()  # raises what went wrong
+        if self.writer.waiting and time.monotonic() - self._began >= self._shard_seconds and not self._closed:
+            self._tending = self._worker.submit(self._flush)
 
     @property
     def rest(self) -> float | None:
@@ -233,6 +262,7 @@ class Scribe:
 
     def close(self) -> None:
         """Put everything on disk."""
+        self._closed = True
         try:
             self.settle()
             self._worker.submit(self._flush).result()
@@ -267,7 +297,7 @@ def build(
     *,
     name: str,
     key: str = "data",
-    batch_tokens: int = 4096,
+    batch_tokens: int = BATCH_TOKENS,
     rank: int = 0,
     world: int = 1,
     shard_seconds: float = SHARD_SECONDS,
@@ -293,10 +323,7 @@ def build(
                 if number % world != rank:
                     continue
                 missing = [piece for piece, at in zip(batch, cache.find([p.key for p in batch]), strict=True) if at < 0]
-                examples = [example for example in scribe.text(missing) if example is not None]
-                unpredictable += len(missing) - len(examples)
-                for some in _by_tokens(examples, batch_tokens):
-                    scribe.write(some)
+                unpredictable += scribe.add(missing, batch_tokens)
                 done += sum(len(piece.text.encode()) for piece in missing)
                 seconds = time.monotonic() - begin
                 progress(Progress(scribe.documents, scribe.tokens, scribe.bytes, done, total // world, seconds))

@@ -97,6 +97,11 @@ def _rows(document: Document, example: Example) -> npt.NDArray[np.int64]:
     if not len(wanted):
         return NONE
     length = int(wanted[-1]) + 1
+    if not len(document.tokens):
+        raise PotstillError(
+            f"{example.source} ({example.key}): the cache's teacher had nothing to predict in it, for its prompt is longer "
+            "than the teacher can read: leave it out of the data, or set data.max_length to at most what the teacher reads"
+        )
     if length > len(document.tokens):
         raise PotstillError(
             f"{example.source} ({example.key}): the cache has the first {len(document.tokens)} tokens of it, which is all its "
@@ -171,7 +176,7 @@ def check_pieces(cache: Cache, data: DataConfig, where: str) -> None:
     if data.piece_bytes not in (None, pieces) and any(source.kind == "text" for source in data.sources):
         raise PotstillError(
             f"{where}: the cache's texts were cut into pieces of {pieces} bytes, and data.piece_bytes is {data.piece_bytes}: "
-            "leave it out"
+            "leave it out; where it is left out, another teacher's cache has pieces of that size: build one of the two anew"
         )
 
 

@@ -259,6 +259,9 @@ def from_bytes(form: Format, data: Bytes, tokens: int) -> Document:
     return Document(form, ids, lengths, bits, predicted, streams)
 
 
+NOTHING = bytes([4])  # a document of no tokens, as `to_bytes` makes it of any format: the width of its lengths
+
+
 def blank(form: Format) -> Document:
     """A document of nothing."""
     streams: dict[str, Bytes] = {name: np.zeros((0, width), dtype=np.uint8) for name, width in form.row_bytes().items()}
