@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from taught import KD, answers, batches_of, data_of, relative, step, write_files
+from taught import KD, answers, batches_of, data_of, relative, sentence, step, write_files
 from tiny import CPU, LLAMA, batch_of
+from tiny_models import make_model, write_jsonl
 
 import potstill
 from potstill.config import AcrossConfig, DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
@@ -178,6 +179,23 @@ def test_a_missing_document_is_named(built, student, data, tmp_path):
         answers(cached, batches_of(other, student))
     skipping = opened(student, other, {"cache": str(built(kind="hidden")), "on_missing": "skip"})
     assert skipping.lacks(batches_of(other, student)[0]) == [0]
+
+
+@pytest.mark.parametrize("kind", ["top_k", "hidden"])
+def test_a_prompt_longer_than_the_teacher_can_read_has_no_chunks(student, tmp_path, kind):
+    """Whether the cache was built before or is filled now; the other document has its own."""
+    write_jsonl(tmp_path / "long.jsonl", [{"q": sentence(1, 40), "a": " peace."}, {"q": "x", "a": " law."}])
+    source = {"files": str(tmp_path / "long.jsonl"), "prompt": "q", "completion": "a"}
+    data = DataConfig.model_validate({"sources": [source], "max_length": 400, "packing": False})
+    short = make_model(tmp_path / "short", max_position_embeddings=20)
+    store = {"kind": kind, "k": 8}
+    filled = opened(student, data, {"model": str(short), "cache": str(tmp_path / "filled"), "store": store})
+    batches = batches_of(data, student)
+    (found,) = answers(filled, batches)
+    filled.close()
+    build(load_teacher(TeacherConfig(model=str(short)), CPU, "t"), StoreConfig(**store), data, tmp_path / "b", name="x")
+    (alone,) = answers(opened(student, data, {"cache": str(tmp_path / "b")}), batches)
+    assert len(found.token) == len(alone.token) > 0
 
 
 def test_a_run_from_a_cache_says_how_well_the_tokens_lie(built, data, tmp_path):

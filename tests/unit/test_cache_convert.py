@@ -176,6 +176,8 @@ def test_draws_from_the_rest_stay_while_it_is_the_same_rest(made, tmp_path):
     assert fewer.draws_left_out == 12
     assert Cache(tmp_path / "small").form == made(kind="top_k", k=8, temperatures=list(T)).form
     assert not verify(tmp_path / "small").damage and not verify(tmp_path / "one").damage
+    without_one = convert_cache(large.folder, tmp_path / "two", temperatures=[2.0])  # at which they were drawn
+    assert without_one.draws_left_out == 12 and Cache(tmp_path / "two").form.rest == 0
 
 
 def test_a_conversion_goes_on_and_adds_what_is_new(made, tmp_path):
@@ -348,6 +350,22 @@ def test_maxtext_files_become_a_cache(teacher, tiny_teacher, tmp_path, coding):
     assert (again.documents, again.there) == (0, 3)
     with pytest.raises(PotstillError, match="is a cache of big, and what is imported is of other"):
         import_cache([file], out, **{**keys, "teacher_name": "other"})
+
+
+def test_what_is_known_of_the_rest_of_logits_is_said(teacher, tiny_teacher, tmp_path):
+    """Entries that are left out are a rest, in an import as in a conversion after it."""
+    made = entries_of(teacher.tokenizer, k=16)
+    file = write_parquet(tmp_path / "a.parquet", made, [one[3] for one in made])
+    keys = {"layout": "parquet", "tokenizer": str(tiny_teacher), "teacher_name": "big", "values": "logits"}
+    import_cache([file], tmp_path / "all", texts=tmp_path / "t.jsonl", **keys)
+    import_cache([file], tmp_path / "some", texts=tmp_path / "t.jsonl", k=8, **keys)
+    convert_cache(tmp_path / "all", tmp_path / "fewer", k=8)
+    convert_cache(tmp_path / "all", tmp_path / "same")
+    said = {name: Cache(tmp_path / name).manifest["imported"]["rest"] for name in ("all", "some", "fewer", "same")}
+    assert said == {"all": "none", "some": "partial", "fewer": "partial", "same": "none"}
+    for name, there in (("all", False), ("some", True), ("fewer", True)):
+        cache = Cache(tmp_path / name)
+        assert np.isfinite(read_top_k(all_rows(cache, keys_of(cache)), 1.0)[2]).all() == there
 
 
 def test_packed_sequences_are_taken_apart(teacher, tiny_teacher, tmp_path):

@@ -9,6 +9,9 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +23,18 @@ import safetensors.numpy
 from potstill.files import MANIFEST, UNFINISHED
 from potstill.teachers import store
 from potstill.teachers.codec import Format, encode, read_chosen, to_bytes
-from potstill.teachers.inspect import _at_ids, verify
-from potstill.teachers.store import Cache, Writer, adopt, create, open_shard, read_manifest, shard_names, signal_keys
+from potstill.teachers.inspect import _at_ids, share_that_differs, verify
+from potstill.teachers.shard import open_shard
+from potstill.teachers.store import (
+    Cache,
+    Writer,
+    adopt,
+    create,
+    identity_of,
+    read_manifest,
+    shard_names,
+    signal_keys,
+)
 from potstill.types import PotstillError
 
 FORM = Format("chosen", 500)
@@ -146,7 +159,7 @@ def test_a_million_documents_open_without_an_object_for_each(folder):
     chosen = [0, 12_345, 999_999]
     for at in chosen:
         shard["checksums"][at] = store.checksum(bytes(keys[at]), tokens, data)
-    content = safetensors.numpy.save(shard)
+    content = safetensors.numpy.save(shard, metadata={"identity": writer.identity})
     name = f"shard-{len(content)}-{0:08x}.safetensors"
     (folder / name).write_bytes(content)
     del shard, content, writer
@@ -193,7 +206,7 @@ def test_the_manifest_counts_and_lists_what_is_there(three):
     assert manifest["bytes"] == sum((folder / name).stat().st_size for name in names)
     assert {k: manifest[k] for k in IDENTITY} == IDENTITY
     assert manifest["files"].keys() == {"tokenizer/tokenizer.json"}
-    assert (manifest["format"], manifest["version"]) == ("potstill cache", 1)
+    assert (manifest["format"], manifest["version"]) == ("potstill cache", 2)
 
 
 def test_a_shard_is_plain_safetensors(three):
@@ -246,6 +259,24 @@ def test_an_index_that_is_refreshed_between_finding_and_reading(three, monkeypat
 
     monkeypatch.setattr(Cache, "_find", staticmethod(meanwhile))
     assert [number_of(read) for read in cache.documents([key_of(n) for n in range(30)])] == list(range(30))
+
+
+def test_threads_that_refresh_at_once_take_up_a_shard_once(three, monkeypatch):
+    folder, _ = three
+    cache = Cache(folder)
+    write(folder, range(30, 40))
+
+    def slowly(*where):
+        time.sleep(0.2)
+        return open_shard(*where)
+
+    monkeypatch.setattr(store, "open_shard", slowly)
+    threads = [threading.Thread(target=cache.refresh) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cache.shards) == 4 and len(cache) == 40
 
 
 def test_a_shard_listed_while_another_process_looks_is_not_lost(three, monkeypatch):
@@ -350,8 +381,7 @@ def test_a_truncated_shard(three):
     path = folder / names[1]
     size = path.stat().st_size
     os.truncate(path, size - 7)
-    for call in (lambda: Cache(folder), lambda: adopt(folder), lambda: verify(folder)):
-        message = refused(call)
+    for message in (refused(lambda: Cache(folder)), refused(lambda: adopt(folder)), *verify(folder).damage):
         assert message.startswith(
             f"the cache {folder} is damaged: in {names[1]}, {size - 7:,} bytes are left of {size:,}."
         )
@@ -359,9 +389,19 @@ def test_a_truncated_shard(three):
     heal(folder, names[1], range(10, 20))
 
 
+def test_verify_reports_every_damaged_shard_and_not_only_the_first(three):
+    folder, names = three
+    os.truncate(folder / names[0], 100)
+    damage(folder / names[1], place(folder / names[1], "data")[5])
+    (folder / names[2]).unlink()
+    report = verify(folder)
+    assert [names[i] in line for i, line in zip((2, 0, 1, 1), report.damage, strict=True)] == [True] * 4
+    assert report.numbers["documents"] == 10
+
+
 def test_a_flipped_byte_in_the_data_of_one_document(three):
     folder, names = three
-    shard = open_shard(folder, names[1])
+    shard = open_shard(folder, names[1], identity_of(read_manifest(folder)))
     hit = next(n for n in range(10, 20) if key_of(n) == bytes(shard.keys[4]).hex())
     damage(folder / names[1], place(folder / names[1], "data")[int(shard.offsets[4]) + 3])
     cache = Cache(folder)
@@ -431,6 +471,67 @@ def test_a_flipped_byte_in_the_index_is_reported_by_verify(three):
         path.write_bytes(whole)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"signal": signal_keys(replace(FORM, vocabulary=400))},
+        {"signal": signal_keys(replace(FORM, temperatures=(2.0,)))},
+        {"teacher": {"model": "some-teacher", "weights": "other", "dtype": "float32"}},
+        {"teacher": {"model": "some-teacher", "weights": "abc", "dtype": "bfloat16"}},
+        {"tokenizer": "other"},
+        {"chat": {"template": None, "kwargs": {"thinking": True}}},
+        {"piece_bytes": 10},
+    ],
+    ids=str,
+)
+def test_a_shard_of_another_cache_or_a_manifest_that_was_edited(three, tmp_path, change):
+    folder, _ = three
+    other = tmp_path / "other"
+    create(other, {**IDENTITY, **change}, fill)
+    name = write(other, range(5))
+    (folder / name).write_bytes((other / name).read_bytes())
+    for call in (lambda: Cache(folder), lambda: adopt(folder)):
+        assert refused(call) == (
+            f"the cache {folder} is damaged: {name} was written for another cache (of another teacher, kind, signal or text), "
+            "or manifest.json was changed since. Move that file away, or put back the manifest.json it was written with"
+        )
+    (folder / name).unlink()
+    assert readable(folder) == set(range(30))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**manifest, **change}))
+    assert "was written for another cache" in refused(lambda: Cache(folder))
+    renamed = {**manifest, "teacher": {**manifest["teacher"], "model": "moved/elsewhere"}}
+    (folder / MANIFEST).write_text(json.dumps(renamed))
+    assert readable(folder) == set(range(30))
+
+
+def test_a_shard_without_an_identity(folder):
+    content = safetensors.numpy.save(
+        {
+            "keys": np.zeros((0, 16), np.uint8),
+            "tokens": np.zeros(0, np.int32),
+            "offsets": np.zeros(1, np.int64),
+            "checksums": np.zeros(0, np.uint32),
+            "data": np.zeros(0, np.uint8),
+        }
+    )
+    name = f"shard-{len(content)}-{0:08x}.safetensors"
+    (folder / name).write_bytes(content)
+    assert f"{name} was written for another cache" in refused(lambda: Cache(folder))
+
+
+@pytest.mark.parametrize("change", [b"x", None], ids=["longer", "shorter"])
+def test_a_document_of_another_size_than_the_format_says(folder, change):
+    """Its checksum is right: it was written so."""
+    writer = Writer(folder)
+    tokens, data = document(3)
+    writer.add(key_of(3), tokens, data + change if change else data[:-1])
+    writer.flush()
+    message = refused(lambda: Cache(folder).documents([key_of(3)]))
+    assert f"document {key_of(3)} does not fit what the manifest says (there are" in message
+    assert len(verify(folder).damage) == 1 and key_of(3) in verify(folder).damage[0]
+
+
 def test_a_shard_that_is_gone(three):
     folder, names = three
     (folder / names[2]).unlink()
@@ -439,7 +540,7 @@ def test_a_shard_that_is_gone(three):
         f"the cache {folder} lacks 1 of its shards ({names[2]}; 10 documents): put them back, or run `potstill cache build` "
         "again, which computes what they held anew"
     )
-    assert refused(lambda: verify(folder)) == message
+    assert verify(folder).damage == [message]
     heal(folder, names[2], range(20, 30))
 
 
@@ -475,12 +576,12 @@ def test_a_damaged_shard_is_not_taken_up(three):
         ("[]", "is not the manifest of a potstill cache"),
         ('{"files": {}}', "is not the manifest of a potstill cache"),
         (
-            '{"format": "potstill cache", "version": 2, "kind": "top_k"}',
-            "version 2, kind top_k, which this potstill cannot",
-        ),
-        ('{"format": "potstill cache", "version": 1, "kind": "all"}', "kind all, which this potstill cannot read"),
-        (
             '{"format": "potstill cache", "version": 1, "kind": "top_k"}',
+            "version 1, kind top_k, which this potstill cannot",
+        ),
+        ('{"format": "potstill cache", "version": 2, "kind": "all"}', "kind all, which this potstill cannot read"),
+        (
+            '{"format": "potstill cache", "version": 2, "kind": "top_k"}',
             "lacks signal, teacher, tokenizer, chat, piece_bytes",
         ),
     ],
@@ -601,6 +702,38 @@ def test_verify_compares_values_id_by_id():
         here = dict(zip(ids[row].tolist(), values[row].tolist(), strict=True))
         assert found[row].tolist() == [here.get(i, values[row, -1]) for i in wanted[row].tolist()]
     assert (wanted != ids).any() and not np.array_equal(found, values)
+
+
+@pytest.mark.parametrize("draw", [505, 7], ids=["beyond the vocabulary", "an entry"])
+def test_draws_from_the_rest_that_cannot_be(tmp_path, draw):
+    form = Format("top_k", 500, k=2, rest=3)
+    create(tmp_path / "cache", {**IDENTITY, "kind": "top_k", "signal": signal_keys(form)}, fill)
+    signal = {
+        "ids": np.array([[7, 8]]),
+        "logprobs": np.log([[0.5, 0.25]]),
+        "odds": np.log([[1 / 3]]),
+        "chosen": np.array([-1.0]),
+        "rest": np.array([[9, 10, 11]]),
+        "rest_entropy": np.array([1.0]),
+    }
+    for number, drawn in enumerate((signal["rest"], np.array([[9, draw, 11]]))):
+        writer = Writer(tmp_path / "cache")
+        streams = encode(form, {**signal, "rest": drawn})
+        writer.add(key_of(number), 2, to_bytes(form, np.arange(2), np.arange(2), np.arange(2) > 0, streams))
+        writer.flush()
+    (what,) = verify(tmp_path / "cache").damage
+    says = "an id beyond the vocabulary" if draw == 505 else "draws from the rest that are not of the rest"
+    assert what.endswith(f"document {key_of(1)} has {says}")
+
+
+def test_the_share_of_draws_that_differ():
+    """Against counting; and by hand: 3 of 4 have a partner."""
+    generator = np.random.default_rng(0)
+    one, other = (np.sort(generator.integers(0, 9, (30, 12)), -1) for _ in range(2))
+    for row, share in enumerate(share_that_differs(one, other, 9)):
+        both = Counter(one[row].tolist()) & Counter(other[row].tolist())
+        assert share == pytest.approx(1 - sum(both.values()) / 12)
+    assert share_that_differs(np.array([[1, 1, 2, 5]]), np.array([[1, 2, 5, 5]]), 9).tolist() == [0.25]
 
 
 # A full disk

@@ -6,7 +6,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
+import shutil
 import threading
+import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -15,21 +19,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from taught import KD, answers, batches_of, data_of, relative, step, write_files
+from taught import KD, answers, batches_of, data_of, relative, sentence, step, write_files
 from tiny import CPU, tiny
-from tiny_models import TOKENIZER, make_model
+from tiny_models import TOKENIZER, make_model, write_jsonl
 
 import potstill
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.data import Windows, collate
 from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_teacher, shared_ids
-from potstill.teachers.build import Scribe, build
-from potstill.teachers.cached import CachedTeacher
+from potstill.teachers.build import Scribe, build, format_of
+from potstill.teachers.cached import CachedTeacher, load_head
 from potstill.teachers.codec import read_sampled, read_top_k
 from potstill.teachers.inspect import coverage, verify
 from potstill.teachers.live import LiveTeacher
+from potstill.teachers.reading import pieces_of, weights_fingerprint
 from potstill.teachers.several import as_teachers_need, open_teachers, prepared
+from potstill.teachers.shelf import Shelf
 from potstill.teachers.store import Cache, Writer
 from potstill.training.student import LossKnobs
 from potstill.types import DenseTarget, PotstillError
@@ -322,6 +328,49 @@ def test_width_in_the_fused_loss(divergence, temperature):
             torch.testing.assert_close(mine.grad, padded + of_ce.grad)
 
 
+# What stands beside the shards
+
+
+def hit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("remove", [False, True], ids=["a flipped byte", "missing"])
+@pytest.mark.parametrize("name", ["head.safetensors", "tokenizer/tokenizer_config.json"])
+def test_a_damaged_file_beside_the_shards_is_told_and_a_build_writes_it_anew(
+    teacher, student, files, tmp_path, name, remove
+):
+    """As verify and the message say."""
+    data, folder, store = data_of(files, "text"), tmp_path / "cache", StoreConfig(kind="hidden")
+    build(teacher, store, data, folder, name="tiny")
+    batches = batches_of(data, student)
+    expected, _ = step(student, batches, answers(opened(folder, student, data), batches))
+    path = folder / name
+    path.unlink() if remove else hit(path)
+    with pytest.raises(PotstillError) as caught:
+        Shelf(Cache(folder))
+    state = "missing" if remove else "not what was written"
+    assert f"the cache {folder} is damaged: {name} is {state}. Run the command that made it" in str(caught.value)
+    assert verify(folder).damage == [f"{name} is {state}"]
+    assert build(teacher, store, data, folder, name="tiny").documents == 0
+    loss, _ = step(student, batches, answers(opened(folder, student, data), batches))
+    assert loss == expected and verify(folder).damage == []
+    assert not list(folder.glob(".unfinished*"))
+
+
+def test_training_does_not_begin_with_a_damaged_head(teacher, student, files, tmp_path):
+    data = data_of(files, "text")
+    build(teacher, StoreConfig(kind="hidden"), data, tmp_path / "cache", name="tiny")
+    hit(tmp_path / "cache" / "head.safetensors")
+    with pytest.raises(PotstillError, match=r"head\.safetensors is not what was written"):
+        opened(tmp_path / "cache", student, data)
+    (tmp_path / "cache" / "head.safetensors").unlink()
+    with pytest.raises(PotstillError, match=r"cannot read .*head\.safetensors .*potstill cache build"):
+        load_head(tmp_path / "cache")
+
+
 # What is missing
 
 
@@ -448,6 +497,36 @@ def test_a_document_longer_than_the_cache_s_teacher_could_read(teacher, student,
     answers(opened(tmp_path / "top", student, cut), batches_of(cut, student))
 
 
+def long_prompts(tmp_path: Path) -> DataConfig:
+    records = [{"q": sentence(1, 40), "a": " peace."}, {"q": "x", "a": " law."}]
+    write_jsonl(tmp_path / "long.jsonl", records)
+    source = {"files": str(tmp_path / "long.jsonl"), "prompt": "q", "completion": "a"}
+    return DataConfig.model_validate({"sources": [source], "max_length": 96})
+
+
+@pytest.mark.parametrize("kind", ["top_k", "sampled", "hidden"])
+def test_a_prompt_longer_than_the_teacher_can_read(student, tmp_path, kind):
+    """There is nothing in the document to predict: it is stored as that, not missing for ever, and named where it is needed;
+    with a model beside the cache just so."""
+    data, store = long_prompts(tmp_path), StoreConfig(kind=kind, k=8)
+    short = make_model(tmp_path / "short", max_position_embeddings=20)
+    model = load_teacher(TeacherConfig(model=str(short)), CPU, "teachers[0]")
+    first, again = (build(model, store, data, tmp_path / "cache", name="short") for _ in range(2))
+    assert (first.unpredictable, again.unpredictable, again.there) == (1, 0, 2)
+    assert coverage(Cache(tmp_path / "cache"), data, student.tokenizer).missing == 0
+    assert verify(tmp_path / "cache", model).damage == []
+    batches = batches_of(data, student)
+    beside = TeacherConfig(model=str(short), cache=str(tmp_path / "beside"), store=store)
+    (found,) = open_teachers([beside], student, data, LossConfig(), CPU).teachers
+    for teacher in (opened(tmp_path / "cache", student, data), found):
+        with pytest.raises(
+            PotstillError, match=r"long\.jsonl.*\([0-9a-f]{32}\): the cache's teacher had nothing to predict"
+        ):
+            for batch in batches:
+                teacher.targets(batch, teacher.prepare(batch))
+    found.close()
+
+
 def test_a_document_with_other_tokens_is_refused(partial, student, files):
     found = opened(partial, student, data_of(files, "text"))
     batch = batches_of(data_of(files, "text", packing=False), student)[0]
@@ -504,6 +583,17 @@ def test_other_pieces_are_refused_where_there_are_texts(built, student, files):
     opened(built(kind="hidden"), student, data_of(files, "pairs", piece_bytes=200))
     left_out = data_of(files, piece_bytes=None)
     assert as_teachers_need(left_out, [TeacherConfig(cache=str(built(kind="hidden")))]).piece_bytes == 300
+
+
+def test_two_caches_with_other_pieces_are_told_apart(built, teacher, student, files, tmp_path):
+    """The recipe says nothing of pieces: it is the other cache that does."""
+    build(teacher, StoreConfig(k=8), data_of(files, "text", piece_bytes=200), tmp_path / "other", name="tiny")
+    configs = [TeacherConfig(cache=str(folder)) for folder in (built(kind="hidden"), tmp_path / "other")]
+    data = as_teachers_need(data_of(files, "text", piece_bytes=None), configs)
+    with pytest.raises(
+        PotstillError, match=r"pieces of 200 bytes, .* is 300: .* another teacher's cache has pieces of that"
+    ):
+        open_teachers(configs, student, data, LossConfig(), CPU)
 
 
 @pytest.mark.parametrize(
@@ -667,6 +757,63 @@ def test_documents_move_from_memory_to_the_disk_while_they_are_read(
     found.close()
 
 
+def test_what_waits_is_written_in_time_though_nothing_is_added(teacher, tiny_teacher, student, data, tmp_path):
+    """The last documents of an epoch: from then on the cache is only read."""
+    config = TeacherConfig(model=str(tiny_teacher), cache=str(tmp_path / "cache"), store=StoreConfig(k=8))
+    (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+    batch = batches_of(data, student)[0]
+    found.targets(batch, None)
+    scribe = found.shelf._scribe
+    found.prepare(batch)
+    assert scribe.writer.waiting and len(Cache(tmp_path / "cache")) == 0
+    scribe._shard_seconds = 0.0
+    assert found.prepare(batch) is not None
+    scribe._tending.result()
+    assert not scribe.writer.waiting and len(Cache(tmp_path / "cache")) == len({e.key for e in batch.examples})
+    found.close()
+
+
+def test_a_disk_that_fills_while_the_cache_is_only_read_is_told(tiny_teacher, student, data, tmp_path, monkeypatch):
+    config = TeacherConfig(model=str(tiny_teacher), cache=str(tmp_path / "cache"), store=StoreConfig(k=8))
+    (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+    batch = batches_of(data, student)[0]
+    found.targets(batch, None)
+    scribe = found.shelf._scribe
+    scribe._shard_seconds = 0.0
+
+    def full(_):
+        raise PotstillError("could not write")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "flush", full)
+        found.prepare(batch)
+        with suppress(PotstillError):
+            scribe._tending.result()
+        with pytest.raises(PotstillError, match="could not write"):
+            found.prepare(batch)
+    found.close()
+
+
+def test_one_long_document_does_not_pad_many_short_ones(tiny_teacher, student, tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "mix.jsonl", [{"text": f"law {i}"} for i in range(40)] + [{"text": sentence(2, 60)}])
+    data = DataConfig.model_validate({"sources": [{"files": str(tmp_path / "mix.jsonl")}], "max_length": 120})
+    config = TeacherConfig(model=str(tiny_teacher), cache=str(tmp_path / "cache"), store=StoreConfig(k=8))
+    (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+    (batch,) = batches_of(data, student, rows=8)
+    sizes = []
+    hidden = LanguageModel.hidden
+
+    def counting(self, some, positions):
+        sizes.append(some.input_ids.numel())
+        return hidden(self, some, positions)
+
+    monkeypatch.setattr(LanguageModel, "hidden", counting)
+    found.targets(batch, None)
+    found.close()
+    tokens = sum(len(example.ids) for example in batch.examples)
+    assert len(batch.examples) == 41 and len(sizes) > 1 and sum(sizes) < 2 * tokens
+
+
 def test_what_another_process_added_is_used(teacher, tiny_teacher, student, data, tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     config = TeacherConfig(model=str(tiny_teacher), cache=str(folder), store=StoreConfig(k=8))
@@ -682,6 +829,19 @@ def test_what_another_process_added_is_used(teacher, tiny_teacher, student, data
     answers(found, batches)
     found.targets(batches[0], None)
     found.close()
+
+
+def test_what_killed_writers_left_is_removed_when_it_is_old(teacher, data, tmp_path):
+    """And not what another process is writing now."""
+    build(teacher, StoreConfig(k=8), data, tmp_path / "cache", name="tiny")
+    old, folder, new = (tmp_path / "cache" / f".unfinished-{name}" for name in ("1-shard", "files", "2-shard"))
+    folder.mkdir()
+    for path in (old, folder / "head.safetensors", new):
+        path.write_bytes(b"half")
+    for path in (old, folder):
+        os.utime(path, (time.time() - 700,) * 2)
+    build(teacher, StoreConfig(k=8), data, tmp_path / "cache", name="tiny")
+    assert not old.exists() and not folder.exists() and new.exists()
 
 
 def test_threads_that_read_while_the_cache_grows(teacher, tiny_teacher, student, data, tmp_path):
@@ -724,6 +884,71 @@ def test_a_teacher_that_is_not_finite_is_not_cached(tmp_path, files):
     with pytest.raises(PotstillError, match=r"hidden states are not finite in .*text\.jsonl.* \([0-9a-f]{32}\)"):
         build(model, StoreConfig(k=4), data_of(files, "text"), tmp_path / "cache", name="broken", batch_tokens=32)
     assert verify(tmp_path / "cache").damage == []  # what was sound before it
+
+
+@pytest.mark.parametrize("kind", ["top_k", "sampled", "chosen", "hidden"])
+def test_a_head_that_is_not_finite_is_not_cached(teacher, files, tmp_path, kind):
+    broken = copy.copy(teacher)
+    broken.model = copy.deepcopy(teacher.model)
+    with torch.no_grad():
+        broken.model.lm_head.weight = torch.nn.Parameter(broken.model.lm_head.weight.detach().clone())
+        broken.model.lm_head.weight[1500] = math.nan
+    says = (
+        r"head has numbers" if kind == "hidden" else r"probabilities are not finite in .*text\.jsonl.* \([0-9a-f]{32}\)"
+    )
+    with pytest.raises(PotstillError, match=says):
+        build(broken, StoreConfig(kind=kind, k=4), data_of(files, "text"), tmp_path / "cache", name="broken")
+    if kind != "hidden":
+        assert len(Cache(tmp_path / "cache")) == 0
+
+
+@pytest.mark.parametrize("kind", ["top_k", "sampled", "chosen", "hidden"])
+def test_verify_finds_documents_that_are_not_what_the_teacher_says(teacher, files, tmp_path, monkeypatch, kind):
+    """One of them, with every checksum right: as a teacher that was changed while it was run would write it."""
+    data, store = data_of(files, "text"), StoreConfig(kind=kind, k=16)
+    folder = tmp_path / "cache"
+    known = next(pieces_of(data, teacher.tokenizer)).key
+    add = Scribe._add
+
+    def other(self, examples, signal_rows):
+        if any(example.key == known for example in examples):
+            signal_rows = {name: values[::-1].copy() for name, values in signal_rows.items()}
+        add(self, examples, signal_rows)
+
+    monkeypatch.setattr(Scribe, "_add", other)
+    build(teacher, store, data, folder, name="tiny", batch_tokens=1)
+    assert verify(folder).damage == []
+    report = verify(folder, teacher, sample=99)
+    (what,) = report.damage
+    assert f"1 of {len(Cache(folder))} documents are not what the teacher says now" in what and known in what
+    monkeypatch.undo()
+    build(teacher, store, data, tmp_path / "right", name="tiny")
+    assert verify(tmp_path / "right", teacher, sample=99).damage == []
+
+
+def test_the_same_weights_with_another_configuration_are_another_teacher(teacher, files, tmp_path):
+    """It decides what is computed with them; where a model is and what it is called does not."""
+    (data, store, folder), same = (data_of(files, "text"), StoreConfig(k=8), tmp_path / "cache"), tmp_path / "same"
+    build(teacher, store, data, folder, name="tiny")
+    shutil.copytree(teacher.model.name_or_path, same)
+    moved = load_teacher(TeacherConfig(model=str(same)), CPU, "teachers[0]")
+    assert weights_fingerprint(moved) == weights_fingerprint(teacher)
+    config = json.loads((same / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    other = load_teacher(TeacherConfig(model=str(same)), CPU, "teachers[0]")
+    assert weights_fingerprint(other) != weights_fingerprint(teacher)
+    with pytest.raises(PotstillError, match="is a cache with another teacher"):
+        build(other, store, data, folder, name="tiny")
+
+
+def test_temperatures_that_a_cache_has_no_use_for(teacher):
+    assert format_of(StoreConfig(k=8, temperatures=[2.0, 1.0, 1.0]), teacher).temperatures == (1.0, 2.0)
+    with pytest.raises(PotstillError, match=r"draws from the rest are at temperature 1, .* add 1 to temperatures"):
+        format_of(StoreConfig(k=8, temperatures=[2.0], rest=4), teacher)
+    for kind in ("sampled", "chosen"):
+        with pytest.raises(PotstillError, match=rf"what kind {kind} keeps is at temperature 1: leave them out"):
+            format_of(StoreConfig(kind=kind, temperatures=[2.0]), teacher)
+    assert format_of(StoreConfig(kind="hidden", temperatures=[2.0]), teacher).kind == "hidden"
 
 
 def test_a_vocabulary_smaller_than_k_and_a_head_smaller_than_the_tokenizer(teacher, files, tmp_path):

@@ -73,12 +73,18 @@ def test_a_piece_ends_at_a_line_else_before_white_space_else_between_characters(
 
 
 def test_keys_do_not_change() -> None:
-    # From sha256sum: of the text, and of {"completion":" é","prompt":"A"}.
+    # From sha256sum: of the text, and of the byte FF and {"completion":" é","prompt":"A"}.
     assert text_key("Hello") == "185f8db32271fe25f561a6fc938b2e26"
-    assert json_key({"prompt": "A", "completion": " é"}) == "ba7cbab117293b2a211f19c536b26004"
+    assert json_key({"prompt": "A", "completion": " é"}) == "5d3990d3163a4be7369e6fe08f81e25a"
     assert [p.key for p in pieces({"text": "Hello"})] == ["185f8db32271fe25f561a6fc938b2e26"]
     made = pieces({"q": "A", "a": " é"}, prompt="q", completion="a")
-    assert [p.key for p in made] == ["ba7cbab117293b2a211f19c536b26004"]
+    assert [p.key for p in made] == ["5d3990d3163a4be7369e6fe08f81e25a"]
+
+
+def test_a_text_that_is_the_json_of_a_pair_has_another_key() -> None:
+    (pair,) = pieces({"q": "A", "a": "B"}, prompt="q", completion="a")
+    (text,) = pieces({"text": '{"completion":"B","prompt":"A"}'})
+    assert pair.key != text.key
 
 
 def test_share_keeps_by_content_alone() -> None:

@@ -59,7 +59,9 @@ def text_key(text: str) -> str:
 
 
 def json_key(value: Any) -> str:
-    return text_key(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False))
+    """Begins with a byte that no text has: a text that is the JSON of a conversation has another key than that."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(b"\xff" + text.encode()).hexdigest()[:32]
 
 
 def uniform(key: str) -> float:

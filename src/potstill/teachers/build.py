@@ -7,6 +7,7 @@ build that was killed, or spread over other processes, ends with the same conten
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import safetensors.torch
 import torch
-from torch import Tensor
 
 from potstill.config import DataConfig, StoreConfig
 from potstill.data import Piece, collate
 from potstill.files import MANIFEST, UNFINISHED
 from potstill.models import LanguageModel, check_rows
-from potstill.teachers.codec import DTYPES, LARGEST_VOCABULARY, Format, encode, to_bytes
+from potstill.teachers.codec import DTYPES, LARGEST_VOCABULARY, NOTHING, Format, encode, to_bytes
 from potstill.teachers.reading import (
     TeacherText,
     as_cached,
@@ -42,6 +43,7 @@ from potstill.types import Batch, Example, PotstillError
 
 GROUP_PIECES = 2048  # sorted by length together
 SHARD_SECONDS = 60.0  # at most so much work is lost when a build is killed
+BATCH_TOKENS = 4096  # of a forward pass
 WAITING = 4  # batches whose signal waits to be packed and written
 STALE_SECONDS = 600.0  # an unfinished file older than this has no writer any more
 
@@ -75,6 +77,11 @@ def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
         raise PotstillError(
             f"a cache holds vocabularies of up to {LARGEST_VOCABULARY:,} ids; the teacher's has {vocabulary:,}"
         )
+    if store.kind in ("sampled", "chosen") and set(store.temperatures) != {1.0}:
+        raise PotstillError(
+            f"the cache's temperatures: what kind {store.kind} keeps is at temperature 1: leave them out, or choose kind top_k "
+            "or hidden"
+        )
     if store.kind == "top_k" and store.k > vocabulary:
         raise PotstillError(
             f"the cache's k is {store.k} and the teacher has {vocabulary} ids: choose a k of at most that"
@@ -84,7 +91,12 @@ def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
             raise PotstillError(
                 f"the cache's k is all of the teacher's {vocabulary} ids: there is no rest to draw from"
             )
-        temperatures = tuple(sorted(store.temperatures))
+        temperatures = tuple(sorted(set(store.temperatures)))
+        if store.rest and 1.0 not in temperatures:
+            raise PotstillError(
+                "the cache's rest: draws from the rest are at temperature 1, and a loss at another cannot use them: add 1 to "
+                "temperatures, or leave rest out"
+            )
         seed = store.seed if store.rest else 0
         return Format("top_k", vocabulary, k=store.k, temperatures=temperatures, rest=store.rest, seed=seed)
     if store.kind == "sampled":
@@ -111,7 +123,6 @@ class Scribe:
         self.teacher = teacher
         self.form = format_of(store, teacher)
         self.text = TeacherText(teacher.tokenizer, teacher.positions)
-        self.writer = Writer(folder)
         found = fingerprints(teacher)
         identity = {
             "kind": self.form.kind,
@@ -127,6 +138,7 @@ class Scribe:
             "piece_bytes": piece_bytes(data),
         }
         create(folder, identity, self._beside)
+        self.writer = Writer(folder)
         self._remove_stale(folder)
         self.documents = self.tokens = self.bytes = 0
         self._rest = np.zeros(2)  # rows, and the sum of their rests' masses
@@ -134,6 +146,8 @@ class Scribe:
         self._began = time.monotonic()
         self._worker = ThreadPoolExecutor(1, "scribe")
         self._pending: list[Future[None]] = []
+        self._tending: Future[None] | None = None
+        self._closed = False
 
     def _beside(self, folder: Path) -> None:
         """What a reader needs besides the shards: the tokenizer, and with hidden states the head."""
@@ -142,6 +156,8 @@ class Scribe:
             head = self.teacher.at_rows(torch.empty(0), self.form.vocabulary)
             assert head.weight is not None
             tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+            if any(tensor.isnan().any() for tensor in tensors.values()):
+                raise PotstillError("the teacher's head has numbers that are none (NaN): take another teacher")
             numbers = {"softcap": head.softcap, "logit_scale": head.logit_scale}
             metadata = {key: repr(value) for key, value in numbers.items() if value is not None}
             tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
@@ -152,7 +168,18 @@ class Scribe:
         for left in folder.glob(f"{UNFINISHED}*"):
             with suppress(FileNotFoundError):  # its writer has just finished it
                 if time.time() - left.stat().st_mtime > STALE_SECONDS:
-                    left.unlink()
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+    def add(self, pieces: Sequence[Piece], batch_tokens: int = BATCH_TOKENS) -> int:
+        """Compute some documents. Gives how many have nothing to predict in them: they are stored as nothing, for else they
+        would be missing for ever."""
+        read = self.text(pieces)
+        barren = [piece.key for piece, example in zip(pieces, read, strict=True) if example is None]
+        if barren:
+            self._pending.append(self._worker.submit(self._add_nothing, barren))
+        for some in _by_tokens([example for example in read if example is not None], batch_tokens):
+            self.write(some)
+        return len(barren)
 
     def write(self, examples: Sequence[Example]) -> None:
         """Run the teacher on some documents, in its own tokens, and hand what it says to the thread that writes."""
@@ -171,17 +198,17 @@ class Scribe:
     @torch.no_grad()
     def _signal(self, batch: Batch) -> dict[str, Any]:
         hidden = self.teacher.hidden(batch, batch.rows.teacher)
-        if not torch.isfinite(hidden).all():
-            raise PotstillError(
-                f"the teacher's hidden states are not finite in {_first_broken(hidden, batch)}: try dtype float32, or another "
-                "teacher; nothing of this batch is in the cache"
-            )
+        _check_rows(torch.isfinite(hidden).all(-1).cpu().numpy(), "hidden states", batch)
         random = None
         if draws := self.form.draws or self.form.rest:
             random = np.concatenate(
                 [uniforms(self.form.seed, e.key, e.supervised_tokens, draws) for e in batch.examples]
             )
-        return signal_of(self.form, self.teacher.at_rows(hidden, self.form.vocabulary), batch.rows.labels, random)
+        found = signal_of(self.form, self.teacher.at_rows(hidden, self.form.vocabulary), batch.rows.labels, random)
+        for values in found.values():
+            if values.dtype.kind == "f":
+                _check_rows(~np.isnan(values).reshape(len(values), -1).any(-1), "probabilities", batch)
+        return found
 
     def _add(self, examples: Sequence[Example], signal_rows: dict[str, Any]) -> None:
         streams = encode(self.form, signal_rows)
@@ -204,9 +231,24 @@ class Scribe:
         if self.writer.size >= SHARD_BYTES or time.monotonic() - self._began >= self._shard_seconds:
             self._flush()
 
+    def _add_nothing(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.writer.add(key, 0, NOTHING)
+
     def _flush(self) -> None:
         self.writer.flush()
         self._began = time.monotonic()
+
+    def tend(self) -> None:
+        """Put what has waited long enough on disk, on the thread that writes. Who reads calls it: nothing may be added any
+        more."""
+        before = self._tending  # of any thread that reads
+        if before is not None:
+            if not before.done():
+                return
+            before.result()  # raises what went wrong
+        if self.writer.waiting and time.monotonic() - self._began >= self._shard_seconds and not self._closed:
+            self._tending = self._worker.submit(self._flush)
 
     @property
     def rest(self) -> float | None:
@@ -220,6 +262,7 @@ class Scribe:
 
     def close(self) -> None:
         """Put everything on disk."""
+        self._closed = True
         try:
             self.settle()
             self._worker.submit(self._flush).result()
@@ -227,11 +270,15 @@ class Scribe:
             self._worker.shutdown()
 
 
-def _first_broken(hidden: Tensor, batch: Batch) -> str:
-    row = int((~torch.isfinite(hidden)).any(-1).nonzero()[0, 0])
+def _check_rows(sound: npt.NDArray[np.bool_], what: str, batch: Batch) -> None:
+    if sound.all():
+        return
     ends = np.cumsum([example.supervised_tokens for example in batch.examples])
-    example = batch.examples[int(np.searchsorted(ends, row, side="right"))]
-    return f"{example.source} ({example.key})"
+    example = batch.examples[int(np.searchsorted(ends, int(np.argmin(sound)), side="right"))]
+    raise PotstillError(
+        f"the teacher's {what} are not finite in {example.source} ({example.key}): try dtype float32, or another teacher; "
+        "nothing of this batch is in the cache"
+    )
 
 
 def _chat_kwargs(data: DataConfig, folder: Path) -> dict[str, Any]:
@@ -250,7 +297,7 @@ def build(
     *,
     name: str,
     key: str = "data",
-    batch_tokens: int = 4096,
+    batch_tokens: int = BATCH_TOKENS,
     rank: int = 0,
     world: int = 1,
     shard_seconds: float = SHARD_SECONDS,
@@ -276,10 +323,7 @@ def build(
                 if number % world != rank:
                     continue
                 missing = [piece for piece, at in zip(batch, cache.find([p.key for p in batch]), strict=True) if at < 0]
-                examples = [example for example in scribe.text(missing) if example is not None]
-                unpredictable += len(missing) - len(examples)
-                for some in _by_tokens(examples, batch_tokens):
-                    scribe.write(some)
+                unpredictable += scribe.add(missing, batch_tokens)
                 done += sum(len(piece.text.encode()) for piece in missing)
                 seconds = time.monotonic() - begin
                 progress(Progress(scribe.documents, scribe.tokens, scribe.bytes, done, total // world, seconds))

@@ -101,6 +101,11 @@ def _rows(document: Document, example: Example) -> npt.NDArray[np.int64]:
     if not len(wanted):
         return NONE
     length = int(wanted[-1]) + 1
+    if not len(document.tokens):
+        raise PotstillError(
+            f"{example.source} ({example.key}): the cache's teacher had nothing to predict in it, for its prompt is longer "
+            "than the teacher can read: leave it out of the data, or set data.max_length to at most what the teacher reads"
+        )
     if length > len(document.tokens):
         raise PotstillError(
             f"{example.source} ({example.key}): the cache has the first {len(document.tokens)} tokens of it, which is all its "
@@ -119,10 +124,15 @@ def _rows(document: Document, example: Example) -> npt.NDArray[np.int64]:
 
 
 def load_head(folder: Path, width: int | None = None) -> DenseTarget:
-    with safetensors.safe_open(folder / "head.safetensors", "pt") as file:
-        numbers = {key: literal_eval(value) for key, value in (file.metadata() or {}).items()}
-        bias: Tensor | None = file.get_tensor("bias") if "bias" in file.keys() else None  # noqa: SIM118
-        weight = file.get_tensor("weight")
+    try:
+        with safetensors.safe_open(folder / "head.safetensors", "pt") as file:
+            numbers = {key: literal_eval(value) for key, value in (file.metadata() or {}).items()}
+            bias: Tensor | None = file.get_tensor("bias") if "bias" in file.keys() else None  # noqa: SIM118
+            weight = file.get_tensor("weight")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise PotstillError(
+            f"cannot read {folder / 'head.safetensors'} ({error}): run `potstill cache build` again, which writes it anew"
+        ) from error
     return DenseTarget(weight=weight[:width], bias=None if bias is None else bias[:width], **numbers)
 
 
@@ -170,7 +180,7 @@ def check_pieces(cache: Cache, data: DataConfig, where: str) -> None:
     if data.piece_bytes not in (None, pieces) and any(source.kind == "text" for source in data.sources):
         raise PotstillError(
             f"{where}: the cache's texts were cut into pieces of {pieces} bytes, and data.piece_bytes is {data.piece_bytes}: "
-            "leave it out"
+            "leave it out; where it is left out, another teacher's cache has pieces of that size: build one of the two anew"
         )
 
 

@@ -231,15 +231,17 @@ def to_bytes(
 
 
 def from_bytes(form: Format, data: Bytes, tokens: int) -> Document:
-    """The document of so many tokens that `to_bytes` made."""
-    at = 1
+    """The document of so many tokens that `to_bytes` made. ValueError: these bytes are not of this format."""
+    at = 0
 
     def take(size: int) -> Bytes:
         nonlocal at
         at += size
+        if at > len(data):
+            raise ValueError(f"there are {len(data)} bytes and more were expected")
         return data[at - size : at]
 
-    bits = int(data[0])
+    bits = int(take(1)[0])
     ids = unpack(take(packed_bytes(tokens, form.id_bits))[None], tokens, form.id_bits)[0]
     lengths = take(packed_bytes(tokens, bits))
     predicted = np.unpackbits(take(packed_bytes(tokens, 1)), count=tokens, bitorder="little").view(np.bool_)
@@ -252,7 +254,12 @@ def from_bytes(form: Format, data: Bytes, tokens: int) -> Document:
         streams["ids"] = unpack(take(packed_bytes(distinct, form.id_bits))[None], distinct, form.id_bits)[0]
     for name, width in form.row_bytes().items():
         streams[name] = take(rows * width).reshape(rows, width)
+    if at != len(data):
+        raise ValueError(f"there are {len(data)} bytes and {at} were expected")
     return Document(form, ids, lengths, bits, predicted, streams)
+
+
+NOTHING = bytes([4])  # a document of no tokens, as `to_bytes` makes it of any format: the width of its lengths
 
 
 def blank(form: Format) -> Document:

@@ -65,6 +65,8 @@ def convert_cache(
         raise PotstillError(f"--out: {out} is the cache itself: choose another folder")
     kept = {key: value for key, value in cache.manifest.items() if key in (*IDENTITY, "imported")}
     identity = {**kept, "signal": signal_keys(form)}
+    if form.k < cache.form.k and kept.get("imported", {}).get("rest") == "none":
+        identity["imported"] = {**kept["imported"], "rest": "partial"}
     del identity["format"], identity["version"]
 
     create(out, identity, lambda folder: _copy_beside(cache, folder))
@@ -108,7 +110,8 @@ def _smaller(cache: Cache, k: int | None, temperatures: Sequence[float] | None) 
             f"--temperature {unknown[0] if unknown else '…'}: {cache.folder} knows the mass of the rest at {known} only"
         )
     if k in (None, form.k):
-        return replace(form, temperatures=wanted)
+        draws = (form.rest, form.seed) if 1.0 in wanted else (0, 0)  # they are at 1
+        return replace(form, temperatures=wanted, rest=draws[0], seed=draws[1])
     return replace(form, k=k, temperatures=wanted, rest=0, seed=0)
 
 
@@ -200,7 +203,8 @@ def convert(
         console.print(f"{made.documents:,} documents converted ({made.tokens:,} tokens){already}", markup=False)
         if made.draws_left_out:
             console.print(
-                "the draws from the rest were left out: beside fewer entries it is another rest", markup=False
+                "the draws from the rest were left out: they are of the rest beside all entries, at temperature 1",
+                markup=False,
             )
     else:
         if tokenizer is None or teacher_name is None:

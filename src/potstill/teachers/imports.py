@@ -160,7 +160,7 @@ def _start(out: Path, words: _Words, kind: _Kind, layout: str, teacher_name: str
         "tokenizer": tokenizer_fingerprint(words.tokenizer),
         "chat": {"template": template_fingerprint(words.tokenizer), "kwargs": {}},
         "piece_bytes": NOT_CUT,
-        "imported": {"layout": layout, "values": kind.values, "rest": "known" if kind.rest else "none"},
+        "imported": {"layout": layout, "values": kind.values, "rest": kind.rest_known},
     }
     if (out / MANIFEST).exists():
         there = read_manifest(out)
@@ -284,10 +284,16 @@ class _Kind:
 
     values: str  # logits, without their normaliser; or logprobs
     form: Format
+    more: bool = False  # the files have more entries than are kept
 
     @property
     def rest(self) -> bool:
         return self.values == "logprobs"
+
+    @property
+    def rest_known(self) -> str:
+        """What is known of the mass beyond the k entries: all; that of the files' other entries; nothing."""
+        return "known" if self.rest else "partial" if self.more else "none"
 
     @staticmethod
     def of(
@@ -312,7 +318,7 @@ class _Kind:
             raise PotstillError(
                 f"--temperature: {file} has probabilities at temperature 1, and the mass of the rest is known there only"
             )
-        return _Kind(found, form)
+        return _Kind(found, form, first.ids.shape[1] > form.k)
 
     def bytes_of(self, document: _Found) -> bytes | None:
         """The document as the cache holds it; None where it has too few entries."""

@@ -93,14 +93,27 @@ def fingerprints(teacher: LanguageModel) -> Fingerprints:
 
 
 def weights_fingerprint(teacher: LanguageModel) -> str:
-    """Of names, shapes and some values of every tensor: reading all of a large model would take minutes."""
-    digest = hashlib.sha256()
+    """Of names, shapes and some values of every tensor (reading all of a large model would take minutes), and of the
+    configuration, which decides what is computed with them."""
+    config = _meaning(teacher.model.config.to_diff_dict())
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(teacher.model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} ".encode())
         flat = tensor.detach().flatten()
         chosen = flat[:: max(1, flat.numel() // 1024)]
         digest.update((chosen.float() if chosen.is_floating_point() else chosen.long()).cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+NO_MEANING = ("name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+
+def _meaning(config: Any) -> Any:
+    """A configuration without what does not change the numbers: names, paths, versions; the dtype is recorded beside."""
+    if not isinstance(config, dict):
+        return config
+    kept = {key: value for key, value in config.items() if key not in NO_MEANING and not str(key).startswith("_")}
+    return {key: _meaning(value) for key, value in kept.items()}
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from potstill.config import DataConfig
 from potstill.data import Piece
 from potstill.models import load_tokenizer
-from potstill.teachers.build import Scribe
+from potstill.teachers.build import BATCH_TOKENS, Scribe
 from potstill.teachers.codec import Document, blank, from_bytes
 from potstill.teachers.inspect import coverage
 from potstill.teachers.reading import piece_of
@@ -30,6 +30,7 @@ class Shelf:
         data: DataConfig | None = None,
         piece: Callable[[Example], Piece] = piece_of,
     ) -> None:
+        cache.check_files()
         self.cache = cache
         self._skip = skip_missing
         self._scribe = scribe
@@ -44,6 +45,8 @@ class Shelf:
 
     def documents(self, examples: Sequence[Example]) -> list[Document] | None:
         """None: some of them are still to be computed."""
+        if self._scribe is not None:
+            self._scribe.tend()
         found = self._found(examples)
         there = [document for document in found if document is not None]
         if len(there) == len(found):
@@ -57,10 +60,10 @@ class Shelf:
         assert self._scribe is not None
         missing = [e for e, there in zip(examples, self._found(examples), strict=True) if there is None]
         unique = {example.key: example for example in missing}
-        read = self._scribe.text([self._piece(example) for example in unique.values()])
-        if some := [example for example in read if example is not None]:
-            self._scribe.write(some)
-            self._scribe.settle()
+        # In parts of like lengths: one long document among short ones would pad all of them to its length.
+        tokens = sum(len(example.ids) for example in unique.values())
+        self._scribe.add([self._piece(example) for example in unique.values()], min(tokens, BATCH_TOKENS))
+        self._scribe.settle()
 
     def tokenizer(self) -> Any:
         return load_tokenizer(str(self.cache.folder / "tokenizer"), "cache")

@@ -141,7 +141,9 @@ def _draws(z: Tensor, random: Tensor, temperature: float) -> dict[str, Tensor]:
     # First the group, then the column in it: two short searches in place of a sum along the whole row. Rounding must not
     # lead beyond the last one that has any weight.
     wanted = (random.sort(-1).values * mass).clamp_(max=mass * BELOW_ONE)
-    group = torch.searchsorted(ends, wanted, right=True)
+    group = torch.searchsorted(ends, wanted, right=True).clamp_(
+        max=groups - 1
+    )  # beyond it: of no number, which is told later
     before = torch.nn.functional.pad(ends, (1, 0)).gather(-1, group)
     inside = _groups(grouped, group).cumsum_(-1)
     wanted = (wanted - before).float()[..., None].clamp_(max=inside[..., -1:] * BELOW_ONE)

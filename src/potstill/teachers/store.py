@@ -1,30 +1,27 @@
 """The cache on disk: a folder with manifest.json and safetensors shards. docs/cache-format.md is the specification.
 
 A shard appears by a rename, under a name that carries its checksum: whatever stands there is whole, or can be told not to be.
-Any number of processes may write shards into one folder at once. D documents of a shard.
+Any number of processes may write shards into one folder at once.
 """
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
+import hashlib
 import json
-import mmap
 import os
-import re
-import struct
+import shutil
 import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
-import torch
 
 from potstill.files import (
     MANIFEST,
@@ -36,67 +33,22 @@ from potstill.files import (
     write_bytes,
     write_text,
 )
-from potstill.teachers.codec import KINDS, Document, Format, from_bytes
+from potstill.teachers.codec import KINDS, Document, Format
+from potstill.teachers.shard import Shard, checksum, damaged, open_shard, shard_names, whole
 from potstill.types import PotstillError
 
-FORMAT, VERSION = "potstill cache", 1
-SHARD = re.compile(r"shard-(\d+)-([0-9a-f]{8})\.safetensors")  # bytes, crc32
+FORMAT, VERSION = "potstill cache", 2
 SHARD_BYTES = 128 * 2**20
 IDENTITY = ("format", "version", "kind", "signal", "teacher", "tokenizer", "chat", "piece_bytes")  # alike in all shards
-MADVISE = getattr(ctypes.CDLL(None), "madvise", None)  # a hint, where the system takes it
-DTYPES = {"U8": "u1", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file, mapped into memory."""
-
-    name: str
-    keys: npt.NDArray[np.uint8]  # [D, 16]
-    tokens: npt.NDArray[np.int32]  # [D]
-    offsets: npt.NDArray[np.int64]  # [D + 1], into data
-    checksums: npt.NDArray[np.uint32]  # [D], see `checksum`
-    data: npt.NDArray[np.uint8]
-
-    def document(self, number: int, form: Format, folder: Path) -> Document:
-        if not self.whole(number):
-            raise damaged(folder, self.name, f"document {bytes(self.keys[number]).hex()} is not what was written")
-        return from_bytes(form, self._bytes(number), int(self.tokens[number]))
-
-    def whole(self, number: int) -> bool:
-        """Whether a document is what was written."""
-        found = checksum(bytes(self.keys[number]), int(self.tokens[number]), self._bytes(number).data)
-        return found == self.checksums[number]
-
-    def expect(self, number: int) -> None:
-        """Let the system fetch a document from the disk while others are looked at."""
-        here = self._bytes(number)
-        begin = here.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
-        if MADVISE is not None:
-            MADVISE(ctypes.c_void_p(begin), ctypes.c_size_t(here.ctypes.data + len(here) - begin), mmap.MADV_WILLNEED)
-
-    def _bytes(self, number: int) -> npt.NDArray[np.uint8]:
-        return self.data[self.offsets[number] : self.offsets[number + 1]]
-
-
-def checksum(key: bytes, tokens: int, data: bytes | memoryview) -> int:
-    """crc32 of a document's key, its number of tokens (int32) and its bytes: of the index too, without which they mean
-    nothing."""
-    return zlib.crc32(data, zlib.crc32(struct.pack("<16si", key, tokens)))
-
-
-def damaged(folder: Path, name: str, what: str) -> PotstillError:
-    return PotstillError(
-        f"the cache {folder} is damaged: in {name}, {what}. Remove that file and run `potstill cache build` again: it "
-        "computes its documents anew, and nothing else is lost"
-    )
 
 
 class Cache:
-    """A cache opened for reading. Documents are found by key; nothing is read before it is asked for."""
+    """A cache opened for reading. Documents are found by key; nothing is read before it is asked for. `damage`: a list for
+    what is wrong with shards, which are then left out; without it that is an error."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, damage: list[str] | None = None) -> None:
         self.folder = folder
+        self._damage = damage
         self.manifest = read_manifest(folder)
         self.form = form_of(self.manifest)
         self.shards: list[Shard] = []
@@ -116,13 +68,21 @@ class Cache:
         lost = sorted(set(listed) - set(names))
         if lost:
             count = sum(listed[name]["documents"] for name in lost)
-            raise PotstillError(
-                f"the cache {self.folder} lacks {len(lost)} of its shards ({lost[0]}{', …' if lost[1:] else ''}; {count:,} "
-                "documents): put them back, or run `potstill cache build` again, which computes what they held anew"
+            self._wrong(
+                PotstillError(
+                    f"the cache {self.folder} lacks {len(lost)} of its shards ({lost[0]}{', …' if lost[1:] else ''}; {count:,} "
+                    "documents): put them back, or run `potstill cache build` again, which computes what they held anew"
+                )
             )
         if self.shards and not set(names) - known:
             return
-        self.shards += [open_shard(self.folder, name) for name in names if name not in known]
+        identity = identity_of(self.manifest)
+        for name in names:
+            if name not in known:
+                try:
+                    self.shards.append(open_shard(self.folder, name, identity))
+                except PotstillError as error:
+                    self._wrong(error)
         keys = np.concatenate([shard.keys for shard in self.shards]) if self.shards else np.zeros((0, 16), np.uint8)
         words = np.ascontiguousarray(keys).view(">u8").astype(np.uint64)
         order = np.argsort(words[:, 0], kind="stable")
@@ -130,6 +90,11 @@ class Cache:
         owner = np.repeat(np.arange(len(sizes), dtype=np.uint64), sizes)
         place = np.concatenate([np.arange(n, dtype=np.uint64) for n in sizes]) if sizes else owner
         self._index = (words[order, 0], words[order, 1], owner[order], place[order])
+
+    def _wrong(self, error: PotstillError) -> None:
+        if self._damage is None:
+            raise error
+        self._damage.append(str(error))
 
     def __len__(self) -> int:
         return len(self._index[0])
@@ -178,6 +143,14 @@ class Cache:
         _, _, owner, place = index
         return self.shards[int(owner[at])].document(int(place[at]), self.form, self.folder)
 
+    def check_files(self) -> None:
+        """That what stands beside the shards is what was written: a head with another number in it is another teacher."""
+        if what := checksums_differ(self.folder, self.manifest["files"]):
+            raise PotstillError(
+                f"the cache {self.folder} is damaged: {what}. Run the command that made it (`potstill cache build`, or "
+                "`convert`) again: it writes that file anew, and nothing else is lost"
+            )
+
     def keys(self) -> npt.NDArray[np.uint64]:
         """All keys [documents, 2], in order."""
         return np.stack(self._index[:2], -1)
@@ -197,7 +170,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest.get("version") != VERSION or manifest.get("kind") not in KINDS:
         what = f"version {manifest.get('version')}, kind {manifest.get('kind')}"
         raise PotstillError(
-            f"{folder} is a cache of {what}, which this potstill cannot read (it reads version {VERSION})"
+            f"{folder} is a cache of {what}, which this potstill cannot read (it reads version {VERSION}): build it anew, in "
+            "another folder"
         )
     missing = [key for key in (*IDENTITY, "files", "shards") if key not in manifest]
     if missing:
@@ -210,6 +184,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PotstillError(f"{folder / MANIFEST} is not what potstill wrote ({error!r})") from error
     return manifest
+
+
+def identity_of(manifest: Mapping[str, Any]) -> str:
+    """A hash of what decides how a cache's bytes are read and what they mean. Every shard has it."""
+    kept = {key: manifest[key] for key in ("kind", "signal", "tokenizer", "chat", "piece_bytes")}
+    kept["teacher"] = {key: manifest["teacher"][key] for key in ("weights", "dtype")}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def form_of(manifest: Mapping[str, Any]) -> Format:
@@ -225,56 +207,12 @@ def signal_keys(form: Format) -> dict[str, Any]:
     return {**keys, "temperatures": list(form.temperatures)}
 
 
-def shard_names(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if SHARD.fullmatch(name))
-
-
-def open_shard(folder: Path, name: str) -> Shard:
-    """Map a shard. Its size is checked here; its documents' checksums when they are read."""
-    match = SHARD.fullmatch(name)
-    assert match is not None
-    path = folder / name
-    try:
-        size = path.stat().st_size
-        if size != int(match[1]):
-            raise damaged(folder, name, f"{size:,} bytes are left of {int(match[1]):,}")
-        # Not np.memmap: it keeps a file open for each shard, and there may be more of them than a process may have open.
-        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
-    except (OSError, RuntimeError) as error:
-        raise PotstillError(f"cannot read {path} ({str(error).splitlines()[0]})") from error
-    data.flags.writeable = False
-    try:
-        (length,) = struct.unpack("<Q", data[:8].tobytes())
-        header = json.loads(data[8 : 8 + length].tobytes())
-        arrays = {
-            key: _array(data[8 + length :], header[key]) for key in ("keys", "tokens", "offsets", "checksums", "data")
-        }
-        shard = Shard(name, **arrays)
-        documents = len(shard.tokens)
-        if (shard.keys.shape, len(shard.offsets), len(shard.checksums)) != ((documents, 16), documents + 1, documents):
-            raise ValueError("its arrays do not fit each other")
-    except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise damaged(folder, name, f"the header cannot be read ({error})") from error
-    return shard
-
-
-def _array(data: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
-    begin, end = entry["data_offsets"]
-    return data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
-
-
-def whole(folder: Path, name: str) -> bool:
-    """Whether a shard is what its name says."""
-    match = SHARD.fullmatch(name)
-    assert match is not None
-    return checksums_differ(folder, {name: {"bytes": int(match[1]), "crc32": int(match[2], 16)}}) is None
-
-
 class Writer:
     """Adds documents to a cache. They can be lost until `flush` has returned, never be half there."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.identity = identity_of(read_manifest(folder))
         self.size = 0
         self.waiting: dict[str, tuple[int, bytes]] = {}  # key → number of tokens, bytes
 
@@ -297,7 +235,7 @@ class Writer:
                 "checksums": np.array([checksum(bytes.fromhex(k), *self.waiting[k]) for k in keys], dtype=np.uint32),
                 "data": np.frombuffer(b"".join(blobs), dtype=np.uint8),
             },
-            metadata={"format": FORMAT, "version": str(VERSION)},
+            metadata={"format": FORMAT, "version": str(VERSION), "identity": self.identity},
         )
         name = f"shard-{len(content)}-{zlib.crc32(content):08x}.safetensors"
         write_bytes(self.folder / name, content)
@@ -311,14 +249,17 @@ class Writer:
 
 def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
     """Make the cache, or check that the one that is there is of the same teacher, text and signal. `fill(folder)` writes
-    what stands beside the shards."""
+    what stands beside the shards; again, where some of it is missing or damaged."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             begun = folder / f"{UNFINISHED}cache"  # what a killed process left here is ours to write again
             if (folder / MANIFEST).exists():
-                _check_same(folder, read_manifest(folder), identity)
+                manifest = read_manifest(folder)
+                _check_same(folder, manifest, identity)
                 begun.unlink(missing_ok=True)
+                if checksums_differ(folder, manifest["files"]):
+                    _refill(folder, manifest, fill)
                 return
             others = sorted(name for name in os.listdir(folder) if name != LOCK and not name.startswith(UNFINISHED))
             if others and not begun.exists():
@@ -337,6 +278,24 @@ def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
         if refused is None:
             raise
         raise could_not_write(folder, refused) from error
+
+
+def _refill(folder: Path, manifest: dict[str, Any], fill: Any) -> None:
+    """Write the files beside the shards anew. They appear by renames: somebody may be reading them."""
+    beside = folder / f"{UNFINISHED}files"
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        beside.mkdir()
+        fill(beside)
+        files = checksums(beside)
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (beside / name).replace(folder / name)
+        for name in set(manifest["files"]) - set(files):
+            (folder / name).unlink(missing_ok=True)
+        _write_manifest(folder, {**manifest, "files": files})
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _check_same(folder: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -360,7 +319,7 @@ def adopt(folder: Path) -> tuple[int, list[str]]:
         lost = sorted(set(listed) - set(names))
         documents = sum(listed.pop(name)["documents"] for name in lost)
         for name in names:
-            shard = open_shard(folder, name)
+            shard = open_shard(folder, name, identity_of(manifest))
             if name not in listed:
                 if not whole(folder, name):
                     raise damaged(folder, name, "the checksum in its name is not its own")
