@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from taught import KD, answers, batches_of, data_of, relative, sentence, step, write_files
+from taught import KD, batches_of, data_of, relative, sentence, step, targets_of, write_files
 from tiny import CPU, tiny
 from tiny_models import TOKENIZER, make_model, write_jsonl
 
@@ -114,7 +114,7 @@ def test_hidden_states_give_the_live_loss_and_gradients(built, teacher, student,
     assert any(batch.packed for batch in batches) == data.packing
     live = live_of(teacher, student)
     found = opened(built(kind="hidden"), student, data)
-    loss, gradients = step(student, batches, answers(found, batches))
+    loss, gradients = step(student, batches, targets_of(found, batches))
     expected, live_gradients = step(student, batches, [live.targets(batch) for batch in batches])
     assert loss == pytest.approx(expected, rel=1e-5) and expected > 0.1
     assert relative(gradients, live_gradients) <= 1e-5
@@ -127,7 +127,7 @@ def test_hidden_states_serve_every_divergence_and_temperature(built, teacher, st
     for temperature in (1.0, 2.5):
         knobs = LossKnobs(divergence, 0.3, 0.1, temperature, 0.7, 0.4)
         found = opened(built(kind="hidden"), student, data, divergence=divergence, temperature=temperature)
-        loss, gradients = step(student, batches, answers(found, batches), knobs)
+        loss, gradients = step(student, batches, targets_of(found, batches), knobs)
         expected, live_gradients = step(student, batches, [live.targets(batch) for batch in batches], knobs)
         assert loss == pytest.approx(expected, rel=1e-5)
         assert relative(gradients, live_gradients) <= 1e-5
@@ -159,7 +159,7 @@ def test_top_k_gives_the_live_top_k_within_quantisation(built, teacher, student,
     found = opened(folder, student, data, divergence=divergence, temperature=temperature)
     batches = batches_of(data, student)
     live = [exact_top_k(live_of(teacher, student).targets(batch), 32, temperature) for batch in batches]
-    ours = answers(found, batches)
+    ours = targets_of(found, batches)
     loss, gradients = step(student, batches, ours, knobs)
     expected, live_gradients = step(student, batches, live, knobs)
     assert loss == pytest.approx(expected, rel=1e-3)
@@ -195,13 +195,13 @@ def test_top_k_targets_are_the_decoded_values(built, student, data, layout):
     found = opened(folder, student, data, temperature=2.0)
     batches = batches_of(data, student, seed=3)
     hand = []
-    for batch, target in zip(batches, answers(found, batches), strict=True):
+    for batch, target in zip(batches, targets_of(found, batches), strict=True):
         ids, logprobs, tail = by_hand(folder, batch, lambda chosen: read_top_k(chosen, 2.0))
         assert torch.equal(target.ids, ids.long()) and torch.equal(target.logprobs, logprobs)
         assert torch.equal(target.tail, tail) and target.width == len(student.tokenizer)
         hand.append(TopKTarget(ids.long(), logprobs, tail))
     knobs = replace(KD, temperature=2.0)
-    loss, gradients = step(student, batches, answers(found, batches), knobs)
+    loss, gradients = step(student, batches, targets_of(found, batches), knobs)
     expected, others = step(student, batches, hand, knobs)
     assert loss == expected
     assert all(torch.equal(gradients[name], others[name]) for name in others)
@@ -237,7 +237,7 @@ def test_sampled_gradients_converge_to_those_of_full_kd(teacher, student, files,
     for seed in range(seeds):
         folder = tmp_path / str(seed)
         build(teacher, StoreConfig(kind="sampled", draws=20, seed=seed), data, folder, name="tiny")
-        loss, gradients = step(student, batches, answers(opened(folder, student, data), batches))
+        loss, gradients = step(student, batches, targets_of(opened(folder, student, data), batches))
         losses.append(loss)
         estimates.append(torch.cat([gradients[name].flatten() for name in names]).double())
     assert len(set(losses)) == seeds
@@ -279,7 +279,7 @@ def test_padding_ids_of_the_student_take_no_part(built, student, data, kind, tem
     losses, found = [], []
     for one in (wide, narrow):
         cached = opened(built(**store), one, data, temperature=temperature)
-        loss, gradients = step(one, batches, answers(cached, batches), knobs)
+        loss, gradients = step(one, batches, targets_of(cached, batches), knobs)
         losses.append(loss)
         found.append(gradients)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -346,7 +346,7 @@ def test_a_damaged_file_beside_the_shards_is_told_and_a_build_writes_it_anew(
     data, folder, store = data_of(files, "text"), tmp_path / "cache", StoreConfig(kind="hidden")
     build(teacher, store, data, folder, name="tiny")
     batches = batches_of(data, student)
-    expected, _ = step(student, batches, answers(opened(folder, student, data), batches))
+    expected, _ = step(student, batches, targets_of(opened(folder, student, data), batches))
     path = folder / name
     path.unlink() if remove else hit(path)
     with pytest.raises(PotstillError) as caught:
@@ -355,7 +355,7 @@ def test_a_damaged_file_beside_the_shards_is_told_and_a_build_writes_it_anew(
     assert f"the cache {folder} is damaged: {name} is {state}. Run the command that made it" in str(caught.value)
     assert verify(folder).damage == [f"{name} is {state}"]
     assert build(teacher, store, data, folder, name="tiny").documents == 0
-    loss, _ = step(student, batches, answers(opened(folder, student, data), batches))
+    loss, _ = step(student, batches, targets_of(opened(folder, student, data), batches))
     assert loss == expected and verify(folder).damage == []
     assert not list(folder.glob(".unfinished*"))
 
@@ -422,7 +422,7 @@ def test_missing_documents_that_are_skipped_are_as_if_they_were_not_there(partia
 
     texts = batches_of(data_of(files, "text"), student)
     alone = opened(partial, student, data)
-    expected, others = step(student, texts, answers(alone, texts))
+    expected, others = step(student, texts, targets_of(alone, texts))
     assert sum(b.supervised_tokens for b in kept) == sum(b.supervised_tokens for b in texts)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert relative(gradients, others) <= 1e-4
@@ -492,9 +492,9 @@ def test_a_document_longer_than_the_cache_s_teacher_could_read(teacher, student,
     build(short, StoreConfig(kind="top_k", k=4), data_of(files, "text"), tmp_path / "top", name="tiny")
     whole = batches_of(data_of(files, "text"), student)
     with pytest.raises(PotstillError, match=r"has the first 20 tokens .* set data.max_length to at most that"):
-        answers(opened(tmp_path / "top", student, data_of(files, "text")), whole)
+        targets_of(opened(tmp_path / "top", student, data_of(files, "text")), whole)
     cut = data_of(files, "text", max_length=20)
-    answers(opened(tmp_path / "top", student, cut), batches_of(cut, student))
+    targets_of(opened(tmp_path / "top", student, cut), batches_of(cut, student))
 
 
 def long_prompts(tmp_path: Path) -> DataConfig:
@@ -555,7 +555,7 @@ def test_another_end_of_documents_is_refused(built, student, data, files):
         opened(built(kind="hidden"), changed, data)
     for fine in (data.model_copy(update={"append_eos": False}), data_of(files, "chats")):
         found = opened(built(kind="hidden"), changed, fine)
-        answers(found, batches_of(fine, changed))
+        targets_of(found, batches_of(fine, changed))
 
 
 def test_another_chat_template_is_refused_where_there_are_chats(built, student, data, files):
@@ -634,7 +634,7 @@ def test_a_loss_that_the_cache_cannot_serve_is_refused(built, teacher, student, 
 )
 def test_a_loss_that_the_cache_can_serve_is_not(built, student, data, store, loss):
     found = opened(built(**store), student, data, **loss)
-    answers(found, batches_of(data, student)[:1])
+    targets_of(found, batches_of(data, student)[:1])
 
 
 def test_a_refusal_comes_before_the_run(built, files, tmp_path):
@@ -711,10 +711,10 @@ def test_a_loss_from_the_filled_cache_is_that_of_a_built_one(built, teacher, tin
     )
     (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
     batches = batches_of(data, student)
-    loss, gradients = step(student, batches, answers(found, batches))
+    loss, gradients = step(student, batches, targets_of(found, batches))
     found.close()
     from_build = opened(built(kind="hidden"), student, data)
-    expected, others = step(student, batches, answers(from_build, batches))
+    expected, others = step(student, batches, targets_of(from_build, batches))
     assert loss == pytest.approx(expected, rel=1e-5) and relative(gradients, others) <= 1e-5
     assert coverage(Cache(tmp_path / "filled"), data, student.tokenizer).missing == 0
 
@@ -826,7 +826,7 @@ def test_what_another_process_added_is_used(teacher, tiny_teacher, student, data
         raise AssertionError("computed again")
 
     monkeypatch.setattr(Scribe, "write", never)
-    answers(found, batches)
+    targets_of(found, batches)
     found.targets(batches[0], None)
     found.close()
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from tiny import tiny
 
-from potstill.config import LrScheduleConfig, OptimizerConfig, Schedule
+from potstill.config import LrScheduleConfig, OptimizerConfig
+from potstill.sections import Schedule
 from potstill.training.optimizer import Float32Muon, lr_factor, make_optimizers, set_lr
 
 

@@ -25,7 +25,8 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # A room imports itself and rooms of earlier lines, never one of its own line or of a later one.
 ORDER = [
-    {"types", "config"},
+    {"types", "sections"},
+    {"config"},
     {"files", "shipped", "recipe"},
     {"text", "losses", "parallel"},
     {"models", "data"},

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from potstill.config import Recipe, Schedule, value_at
+from potstill.config import Recipe
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
+from potstill.sections import Schedule, value_at
 from potstill.types import PotstillError
 
 

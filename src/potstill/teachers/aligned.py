@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potstill.config import AcrossConfig, LossConfig, fixed_value
+from potstill.config import AcrossConfig, LossConfig
 from potstill.data import Piece, collate
 from potstill.losses import label_logprobs
 from potstill.models import LanguageModel
+from potstill.sections import fixed_value
 from potstill.teachers.cached import hidden_rows, load_head
 from potstill.teachers.codec import Chosen, Document, Format, read_chosen, read_top_k
 from potstill.teachers.pairing import Aligned, Pairing, align_rows

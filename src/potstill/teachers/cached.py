@@ -14,9 +14,10 @@ import safetensors
 import torch
 from torch import Tensor
 
-from potstill.config import DataConfig, LossConfig, fixed_value
+from potstill.config import DataConfig, LossConfig
 from potstill.models import check_rows, load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
+from potstill.sections import fixed_value
 from potstill.teachers.codec import Chosen, Document, Format, read_hidden, read_rest, read_sampled, read_top_k
 from potstill.teachers.reading import chat_kwargs, template_fingerprint
 from potstill.teachers.shelf import Shelf

@@ -49,14 +49,18 @@ class Pairing:
         """For each document the chunks that may enter a loss, [chunks, 4]: student start and end, teacher start and end, in
         tokens. All of a chunk's student tokens are supervised, and the teacher has something before its first one."""
         found: list[Alignment | None] = [None] * len(examples)
-        plain = [i for i, e in enumerate(examples) if e.messages is None and e.text == read[i].text]
-        for i in set(range(len(examples))) - set(plain):
+        there = [
+            i for i, theirs in enumerate(read) if len(theirs.ids)
+        ]  # nothing, where the teacher has nothing to predict
+        plain = [i for i in there if examples[i].messages is None and examples[i].text == read[i].text]
+        for i in set(there) - set(plain):
             found[i] = self._by_turns(examples[i], read[i])
         teacher_ids = [self._without_end(examples[i], read[i]) for i in plain]
         aligned = align_batch([examples[i].ids for i in plain], teacher_ids, self.student, self.teacher)
         for i, alignment in zip(plain, aligned, strict=True):
             found[i] = alignment
-        return [self._kept(a, example) for a, example in zip(found, examples, strict=True) if a is not None]
+        nothing = np.zeros((0, 4), dtype=np.int64)
+        return [nothing if a is None else self._kept(a, e) for a, e in zip(found, examples, strict=True)]
 
     def _kept(self, alignment: Alignment, example: Example) -> Ints:
         kept = alignment.supervised(example.supervised) & (alignment.teacher_start > 0) & (alignment.student_start > 0)
@@ -82,13 +86,14 @@ class Pairing:
         spans = [(*a, *b) for a, b in zip(ours, theirs, strict=False)]
         return align_spans(example.ids, read.ids, self.student, self.teacher, spans)
 
-    def covered(self, examples: Sequence[Example], kept: Sequence[Ints]) -> int:
+    def covered(self, examples: Sequence[Example], read: Sequence[Example], kept: Sequence[Ints]) -> int:
         """Bytes of the examples that their chunks cover; an error where that is next to nothing of one."""
         total = 0
-        for example, chunks in zip(examples, kept, strict=True):
+        for example, theirs, chunks in zip(examples, read, kept, strict=True):
             before = np.concatenate([[0], np.cumsum(self.student.lengths[example.ids])])
             here = min(int((before[chunks[:, 1]] - before[chunks[:, 0]]).sum()), example.supervised_bytes)
-            if example.supervised_bytes >= LEAST_BYTES and here < LEAST_SHARE * example.supervised_bytes:
+            much = example.supervised_bytes >= LEAST_BYTES and len(theirs.ids) > 0
+            if much and here < LEAST_SHARE * example.supervised_bytes:
                 raise PotstillError(
                     f"{example.source} ({example.key}): of {example.supervised_bytes} bytes only {here} are the same in the "
                     f"tokens of the student ({self.student.name}) and of the teacher ({self.teacher.name}): they do not stand "
@@ -185,7 +190,7 @@ def kept_chunks(pairing: Pairing, batch: Batch, read: Sequence[Example]) -> Kept
             "tokens": batch.supervised_tokens,
             "tokens_in_chunks": int((s1 - s0).sum()),
             "bytes": sum(example.supervised_bytes for example in batch.examples),
-            "bytes_in_chunks": pairing.covered(batch.examples, kept),
+            "bytes_in_chunks": pairing.covered(batch.examples, read, kept),
         },
     )
 

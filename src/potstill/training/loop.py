@@ -14,10 +14,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from potstill.config import Recipe, value_at
+from potstill.config import Recipe
 from potstill.data import Prefetched
 from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
 from potstill.recipe import load_recipe
+from potstill.sections import value_at
 from potstill.teachers.several import Prepared, prepared
 from potstill.teachers.weighing import ask, complete
 from potstill.training.checkpoint import Progress
