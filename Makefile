@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow lint format lock bench-loss clean
+.PHONY: help setup quickstart test test-slow lint format lock bench-loss bench-align clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,11 @@ lock:  ## resolve anew and write requirements.lock (needs the network)
 bench-loss: setup  ## the loss beside its peers, which are installed first; resumes, about an hour
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c requirements.lock --no-build-isolation -e '.[bench]'
 	$(BIN)/python benchmarks/loss.py
+
+bench-align: setup  ## alignment beside TRL's, and a step with another tokenizer; needs real tokenizers (POTSTILL_ASSETS)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c requirements.lock --no-build-isolation -e '.[bench]'
+	$(BIN)/python benchmarks/align.py
+	$(BIN)/python benchmarks/align_steps.py
 
 clean:  ## remove .venv, caches and build outputs; runs/ is kept
 	rm -rf $(VENV) .venv-lock build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov

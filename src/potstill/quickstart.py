@@ -68,7 +68,8 @@ def _of_teacher(recipe: Recipe) -> dict[str, Any]:
 
 
 def _table(results: dict[str, dict[str, Any]]) -> Table:
-    table = Table("student", title="on held-out text")
+    table = Table(title="on held-out text")
+    table.add_column("student", no_wrap=True)
     for column in ("bits per byte", "KL to teacher", "top-1 agreement", "calibration error"):
         table.add_column(column, justify="right")
     for name, result in results.items():

@@ -120,7 +120,7 @@ def test_quickstart_shows_what_it_promises(command: Command, runs: TinyRuns, mon
     assert said.code == 0, said.err
     assert steps_on_disk(runs.folder / "quick" / "text-only")[-1] == 3
     rows = {row.split("│")[1].strip(): row.split("│")[2:-1] for row in said.out.splitlines() if row.startswith("│")}
-    assert list(rows) == ["before", "text only", "distilled", "teacher"]
+    assert list(rows) == ["before", "text only", "distilled", "other tokenizer", "teacher"]
     evaluation = lines(runs.folder / "quick" / "distilled" / "evals.jsonl")[-1]
     shown = [cell.strip() for cell in rows["distilled"]]
     assert shown[:3] == [
@@ -137,12 +137,18 @@ def test_quickstart_shows_what_it_promises(command: Command, runs: TinyRuns, mon
         1,
         0,
     )
+    other = lines(runs.folder / "quick" / "other-tokenizer" / "metrics.jsonl")[-1]
+    assert (other["kd_weight"], other["ce_weight"], other["align_bytes"]) == (
+        1,
+        0.3,
+        pytest.approx(1.0, abs=0.01),
+    ) and other["kl"] > 0
     assert (runs.folder / "quick" / "report.html").stat().st_size > 10_000
     (line,) = re.findall(r"^load it: (.*)$", said.out, re.MULTILINE)
     model = eval(line, {"transformers": transformers})
     assert model.config.hidden_size == 16
     assert f"student: {Path(model.config._name_or_path)}" in said.out
-    assert len(re.findall(rf"^(?:{'|'.join(rows)}): {module.PROMPT}", said.out, re.MULTILINE)) == 4
+    assert len(re.findall(rf"^(?:{'|'.join(rows)}): {module.PROMPT}", said.out, re.MULTILINE)) == 5
 
 
 def test_version(command: Callable[..., Any]) -> None:
