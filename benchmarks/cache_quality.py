@@ -134,8 +134,8 @@ def forget_the_rest() -> None:
 def table(results: Mapping[str, Any]) -> str:
     """The students' means over the seeds, and the difference from live that paired seeds show, with its 95 % interval."""
     lines = [
-        "| teacher's signal | bytes a token | bits per byte | lost of the gain | KL to the teacher | calibration error |",
-        "|---|---|---|---|---|---|",
+        "| teacher's signal | bytes a token | bits per byte | lost of the gain | KL to the teacher | calibration error | seeds |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, kind in STUDENTS.items():
         runs = [seed[name] for seed in results["seeds"].values() if name in seed]
@@ -143,7 +143,7 @@ def table(results: Mapping[str, Any]) -> str:
         cells = [f"{mean(run[key] for run in runs):.3f}" for key in ("bits_per_byte", "kl", "ece")]
         share, margin = lost(results, name)
         loss = "–" if name in ("text only", "live") else f"{share:+.1%} ± {margin:.1%}"
-        lines.append(f"| {name} | {size} | {cells[0]} | {loss} | {cells[1]} | {cells[2]} |")
+        lines.append(f"| {name} | {size} | {cells[0]} | {loss} | {cells[1]} | {cells[2]} | {len(runs)} |")
     return "\n".join(lines)
 
 
