@@ -134,7 +134,7 @@ def forget_the_rest() -> None:
 def table(results: Mapping[str, Any]) -> str:
     """The students' means over the seeds, and the difference from live that paired seeds show, with its 95 % interval."""
     lines = [
-        "| teacher's signal | bytes a token | bits per byte | lost of the gain | KL to the teacher | calibration error | seeds |",
+        "| teacher's signal | bytes a token | bits per byte | lost of the gain | KL to teacher | calibration error | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, kind in STUDENTS.items():

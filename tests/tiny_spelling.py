@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,13 @@ def random_spelling(seed: int, students: int = 25, teachers: int = 19, rows: int
             more.append((x, y))
     more_then, more_token = (np.array(column, dtype=np.int64) for column in zip(*sorted(more), strict=True))
     several, slot = np.unique(more_then, return_inverse=True)
-    arrays = (main, more_token, slot, several, first >= 0, begin, token, then, place, node, actual, usual, own)
+    nowhere = np.flatnonzero(main < 0)
+    arrays = (main, more_token, slot, several, nowhere, first >= 0, begin, token, then, place, node, actual, usual, own)
     tensors = [torch.from_numpy(x) for x in arrays]
     odd = (usual != own) | (beyond < 0)
-    spelling = Spelling(source, students, *tensors, torch.from_numpy(beyond), odd, more_then, slot, place, node, sizes)
+    spelling = Spelling(
+        source, students, *tensors, torch.from_numpy(beyond), odd, more_then, slot, nowhere, place, node, sizes
+    )
     hidden = torch.randn(rows, 6, generator=made, dtype=dtype)
     head = torch.randn(students + 4, 6, generator=made, dtype=dtype)  # with padding ids
     return hidden, head, torch.from_numpy(own), DenseTarget(spelled=spelling)
@@ -72,5 +76,8 @@ def naive_probabilities(spelling: Spelling, temperature: float = 1.0) -> Tensor:
                     mass[x] += p[y] - certain
             elif x >= 0:
                 mass[x] += p[y]
+        # What nothing leads to is e^−20 as likely as the likeliest that takes part.
+        least = max(p[y] for y, _ in entries) * math.exp(-20)
+        mass = [max(m, least) for m in mass]
         found.append([m / sum(mass) for m in mass])
     return torch.tensor(found, dtype=torch.float64)

@@ -120,6 +120,7 @@ class Spelling:
     more_token: Tensor  # int64 [M]
     more_slot: Tensor  # int64 [M]; which of `several` each counts for
     several: Tensor  # int64 [S]; the student's ids that more than one counts for, increasing
+    nowhere: Tensor  # int64; those that none does, increasing
     whole: Tensor  # bool [teacher ids]
     begin: Tensor  # int64 [nodes + 1]
     token: Tensor  # int64 [E]
@@ -133,18 +134,21 @@ class Spelling:
     odd_host: npt.NDArray[np.bool_]  # [N]; where it was not written as usual, or goes on
     more_then_host: npt.NDArray[np.int64]
     slot_host: npt.NDArray[np.int64]  # as more_slot
+    nowhere_host: npt.NDArray[np.int64]
     place_host: npt.NDArray[np.int64]
     node_host: npt.NDArray[np.int64]
     sizes_host: npt.NDArray[np.int64]  # [nodes]; entries of each
 
     def select(self, rows: Tensor) -> Spelling:
-        """`rows` are on the host."""
+        """`rows` are on the host. Of the places only those stay that answer one of them."""
         at, host = rows.to(self.place.device), rows.cpu().numpy()
+        places, index = np.unique(self.place_host[host], return_inverse=True)
         changed: dict[str, Any] = {
-            name: getattr(self, name)[at] for name in ("place", "node", "actual", "usual", "own", "beyond")
+            name: getattr(self, name)[at] for name in ("node", "actual", "usual", "own", "beyond")
         }
-        hosts = {name: getattr(self, name)[host] for name in ("odd_host", "place_host", "node_host")}
-        return replace(self, **changed, **hosts)
+        changed |= {name: getattr(self, name)[host] for name in ("odd_host", "node_host")}
+        changed["place"] = torch.from_numpy(index).to(self.place.device)
+        return replace(self, source=self.source.select(torch.from_numpy(places)), place_host=index, **changed)
 
 
 @dataclass(frozen=True)

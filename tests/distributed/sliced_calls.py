@@ -148,6 +148,7 @@ def special(world: int) -> dict[str, SlicedCall]:
         "whole narrower teacher, hidden and head": replace(hidden, sizes=even(world), whole_teacher=True),
         "chunks from a memory budget": many_rows(world),
         "one id a rank": one_id_a_rank(world),
+        "top-k with absent entries": with_absent(make(world, "jsd", "top-k", 1.0, "everything")),
         "top-k with draws from the rest": with_draws(make(world, "forward_kl", "top-k", 1.0, "everything")),
         **across(world),
         **spelled(world),
@@ -165,6 +166,17 @@ def mean_of(call: SlicedCall, top: float = 1.0) -> DenseTarget:
 
 def mean_call(call: SlicedCall) -> SlicedCall:
     return replace(call, targets=[(1.0, mean_of(call))])
+
+
+def with_absent(call: SlicedCall) -> SlicedCall:
+    """The second and the last entry are none, and repeat the first one's id."""
+    ((share, target),) = call.targets
+    absent = torch.zeros_like(target.ids, dtype=torch.bool)
+    absent[:, [1, -1]] = True
+    ids = torch.where(absent, target.ids[:, :1], target.ids)
+    tail = torch.logaddexp(target.tail, target.logprobs[:, [1, -1]].logsumexp(-1))
+    whole = replace(target, ids=ids, logprobs=target.logprobs.masked_fill(absent, -math.inf), tail=tail, absent=absent)
+    return replace(call, targets=[(share, whole)])
 
 
 def with_draws(call: SlicedCall) -> SlicedCall:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from tiny_cross import naive_loss, random_case, truncated
+from tiny_cross import chunks, naive_loss, random_case, relation, truncated
 from tiny_spelling import random_spelling
 
-from potstill.losses import DIVERGENCES, fused_linear_kd
+from potstill.losses import DIVERGENCES, CrossTarget, DenseTarget, fused_linear_kd
+from potstill.types import Spelling
 
 METHODS = ("shared", "projection", "chunk", "uld")
 
@@ -61,3 +63,37 @@ def test_never_below_zero_in_ten_thousand_cases(method):
         assert out.kd[rows].min() >= -1e-12, (seed, divergence)
         assert out.kd.isfinite().all()
         seen, seed = seen + len(rows), seed + 1
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("method", ["spelled", "shared", "projection"])
+def test_the_same_vocabulary_is_the_plain_divergence(method, divergence):
+    """In value and gradient, in float64, with each id its own partner."""
+    torch.manual_seed(4)
+    rows, ids = 9, 23
+    hidden, head, labels = torch.randn(rows, 6).double(), torch.randn(ids, 6).double(), torch.randint(ids, (rows,))
+    logits, every = 2 * torch.randn(rows, ids).double(), np.arange(rows)
+    plain = DenseTarget(logits=logits)
+    if method == "spelled":
+        nothing, own = np.zeros(0, dtype=np.int64), torch.from_numpy(every)
+        none = torch.from_numpy(nothing)
+        spelling = Spelling(
+            plain, ids, torch.arange(ids), none, none, none, none, torch.ones(ids, dtype=torch.bool), torch.zeros(2).long(),
+            none, none, own, torch.zeros(rows).long(), labels, labels, labels, torch.zeros(rows).double(),
+            np.zeros(rows, dtype=np.bool_), nothing, nothing, nothing, every, np.zeros(rows, dtype=np.int64),
+            np.zeros(1, dtype=np.int64),
+        )  # fmt: skip
+        target = DenseTarget(spelled=spelling)
+    else:
+        same = relation({x: x for x in range(ids)}, {x: {x: 1.0} for x in range(ids)}, ids, ids)
+        logprob = logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+        where = chunks([1] * rows, [0] * rows)
+        target = CrossTarget(method, where, same, plain, labels, logprob, torch.zeros(rows).double())
+    found = []
+    for one in (target, plain):
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        out = fused_linear_kd(h, w, one, labels=labels, divergence=divergence, temperature=1.5)
+        out.loss.backward()
+        found.append((out.kd, h.grad, w.grad))
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-9)

@@ -224,3 +224,28 @@ def test_room_kept_from_call_to_call_changes_nothing():
         torch.testing.assert_close(double, 2 * fresh)
     with pytest.raises(RuntimeError):
         out.loss.backward()
+
+
+def test_absent_entries_are_as_if_they_were_not_there():
+    """They repeat another entry's id, whatever their place, and change neither value nor gradient."""
+    torch.manual_seed(6)
+    hidden, weight = torch.randn(5, 4).double(), torch.randn(9, 4).double()
+    logp = torch.randn(5, 9).double().log_softmax(-1)
+    top = logp.topk(3)
+    tail = logp.exp().scatter(-1, top.indices, 0.0).sum(-1).log()
+    plain = TopKTarget(top.indices, top.values, tail)
+    order = torch.tensor([0, 3, 1, 4, 2])
+    ids = torch.cat([top.indices, top.indices[:, :1], top.indices[:, 2:3]], -1)[:, order]
+    values = torch.cat([top.values, torch.full((5, 2), -torch.inf).double()], -1)[:, order]
+    absent = torch.tensor([False, False, False, True, True]).expand(5, -1)[:, order]
+    padded = TopKTarget(ids, values, tail, absent=absent)
+    for divergence in DIVERGENCES:
+        for gate in (None, 1.5):
+            found = []
+            for target in (plain, padded):
+                h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+                out = fused_linear_kd(h, w, target, divergence=divergence, entropy_gate=gate)
+                out.loss.backward()
+                found.append((out.kd, h.grad, w.grad))
+            for ours, wanted in zip(*found, strict=True):
+                torch.testing.assert_close(ours, wanted)

@@ -259,6 +259,30 @@ def test_the_best_teacher_of_a_document_has_it_to_itself(models, student, file):
     assert chosen  # and what the loss makes of such weights is tested above
 
 
+@pytest.mark.parametrize("method", ["spelled", "shared"])
+@pytest.mark.parametrize("loss", [{"several": "best"}, {"confidence": "ce"}, {"confidence": "entropy"}], ids=str)
+def test_a_teacher_with_nothing_to_say_is_not_the_surest(models, student, tmp_path, method, loss):
+    """One that cannot read so far leaves a document to the other."""
+    short = load_student(
+        StudentConfig(config={**LLAMA, "max_position_embeddings": 24}, tokenizer="shipped:tokenizers/pieces-1k"), CPU, 3
+    )
+    short.model.save_pretrained(tmp_path / "short")
+    short.tokenizer.save_pretrained(tmp_path / "short")
+    long = {"q": " ".join(r["text"] for r in RECORDS[:2]), "a": " It is so."}
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, (long, {"q": "Say it.", "a": " It is so."}))))
+    configs = [{"model": models[0]}, {"model": str(tmp_path / "short"), "across": {"method": method}}]
+    teachers, batches, settings = open_all(
+        configs, student, tmp_path / "pairs.jsonl", {"prompt": "q", "completion": "a"}, **loss
+    )
+    for batch, targets in zip(batches, asked(teachers, batches, settings), strict=True):
+        for rows, example in zip(by_document(batch), batch.examples, strict=True):
+            first = targets[0][0][rows] if len(targets) > 1 else torch.full((example.supervised_tokens,), targets[0][0])
+            if len(example.ids) > 24:
+                assert first.tolist() == [first[0].item()] * len(first)
+                assert len(targets) == 1 or (targets[1][0][rows] == 0).all()
+                assert first[0] == 1.0  # its own weight, and not the other's
+
+
 def test_averaged_teachers_are_one(models, student, file):
     """Two times the same one is that one; two different ones are neither."""
     alone, batches, settings = open_all([{"model": models[0], "weight": 2.0}], student, file)

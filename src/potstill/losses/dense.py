@@ -17,6 +17,7 @@ from potstill.losses.divergences import LOG_FLOOR
 from potstill.losses.vocab_parallel import Columns
 from potstill.types import DenseTarget, Spelling
 
+UNLIKELY = 20.0  # nats below the likeliest: an id of the student's that no token of the teacher's leads to
 SPELLED_BYTES = 16 * 2**20  # of the teacher's probabilities that are spelled at once
 
 
@@ -116,9 +117,11 @@ def _spell(spelling: Spelling, rows: slice, temperature: float, start: int, out:
 
 def _spread_whole(spelling: Spelling, z: Tensor, largest: Tensor, columns: slice) -> Tensor:
     """Logits in the student's columns where nothing is written yet: most have one teacher id, the others the sum of several."""
-    main = spelling.main[columns]
-    found = z.index_select(1, main.clamp(min=0))
-    found.masked_fill_(main < 0, -math.inf)
+    found = z.index_select(1, spelling.main[columns].clamp(min=0))
+    begin, end = np.searchsorted(spelling.nowhere_host, (columns.start, columns.stop))
+    if begin < end:
+        where = spelling.nowhere[begin:end] - columns.start
+        found.index_copy_(1, where, (largest - UNLIKELY).expand(-1, len(where)))
     begin, end = np.searchsorted(spelling.more_then_host, (columns.start, columns.stop))
     if begin < end:
         slots = spelling.more_slot[begin:end] - spelling.more_slot[begin]
@@ -150,9 +153,9 @@ def _spell_odd(
 
     where = torch.from_numpy(odd).to(z.device)
     place, level = at[where], largest[at[where]]
-    mass = torch.nn.functional.pad((out[where] - level).exp_(), (0, 1))
     nodes = spelling.node_host[rows][odd]
     begun = np.flatnonzero(nodes)
+    mass = torch.nn.functional.pad((out[where] - level).exp_(), (0, 1))
     if len(begun):
         sizes = spelling.sizes_host[nodes[begun]]
         into, counts, ends = (torch.from_numpy(x).to(z.device) for x in (begun, sizes, np.cumsum(sizes)))
@@ -162,14 +165,18 @@ def _spell_odd(
             torch.arange(len(owner), device=z.device)
             + (spelling.begin[spelling.node[rows][where[into]]] - (ends - counts))[owner]
         )
-        each = (z[place[into][owner], spelling.token[entry]] - level[into][owner].squeeze(-1)).exp_()
+        each = z[place[into][owner], spelling.token[entry]]
+        # The likeliest that begins so may be far below the likeliest of all.
+        own_level = level[into].squeeze(-1).scatter_reduce(0, owner, each, "amax", include_self=False)
+        level[into] = own_level[:, None]
+        each = (each - own_level[owner]).exp_()
         mass.view(-1).index_add_(0, into[owner] * (width + 1) + column(spelling.then[entry]), each)
     # What was really written counts as it was spelled, or goes on into the teacher's further tokens.
     actual = z[place, spelling.actual[rows][where]] - level.squeeze(-1)
     chosen = (actual + spelling.beyond[rows][where].to(z.dtype)).exp_()[:, None]
     mass.scatter_add_(1, column(spelling.usual[rows][where])[:, None], -chosen)
     mass.scatter_add_(1, column(spelling.own[rows][where])[:, None], chosen)
-    out[where] = mass[:, :width].clamp_(min=0.0).log_().add_(level)
+    out[where] = mass[:, :width].clamp_(min=math.exp(-UNLIKELY)).log_().add_(level)
 
 
 def log_probs(logits: Tensor) -> Tensor:

@@ -83,11 +83,7 @@ class Asked:
 
     @property
     def known(self) -> Any:
-        return _known(self.found)
-
-
-def _known(found: Aligned | Spelled) -> Any:
-    return found.known if isinstance(found, Spelled) else None
+        return self.found.known
 
 
 class AlignedTeacher:
@@ -107,7 +103,7 @@ class AlignedTeacher:
         self.language_model = language_model
         self.name = name
         self.weight = weight
-        self._pairing, self._speller = pairing, Speller(pairing)
+        self._pairing, self._speller = pairing.opened(), Speller(pairing)
         self._temperature = temperature
         self._reread = Rereader(language_model.tokenizer, language_model.positions, kwargs or {}, prompt)
 
@@ -162,7 +158,7 @@ class Decoded:
 
     @property
     def known(self) -> Any:
-        return _known(self.found)
+        return self.found.known
 
 
 class AlignedCached:
@@ -175,7 +171,7 @@ class AlignedCached:
         self.weight = weight
         self.shelf = shelf
         self.form = shelf.cache.form
-        self._pairing, self._speller = pairing, Speller(pairing)
+        self._pairing, self._speller = pairing.opened(), Speller(pairing)
         self._temperature = temperature
         self._head: dict[torch.device, DenseTarget] = {}
 
@@ -211,7 +207,9 @@ class AlignedCached:
             return Decoded(found, hidden=hidden_rows(rows))
         if not len(found.token):
             return Decoded(found)
-        return Decoded(found, start=self._speller.top_k(found, *read_top_k(rows, self._temperature), read_chosen(rows)))
+        start, known = self._speller.top_k(found, *read_top_k(rows, self._temperature), read_chosen(rows))
+        heard = known if found.known is None else known & found.known
+        return Decoded(replace(found, known=None if heard.all() else heard), start=start)
 
     def complete(self, batch: Batch, prepared: Decoded | None) -> Decoded | None:
         if prepared is None:

@@ -36,6 +36,11 @@ class Pairing:
     def map(self) -> Any:
         return vocab_map(self.student, self.teacher, decay=self.across.decay)
 
+    def opened(self) -> Pairing:
+        """With what its method needs: not on several threads at once, later."""
+        _ = self.lexicon if self.across.method == "spelled" else self.map
+        return self
+
     @cached_property
     def lexicon(self) -> Lexicon:
         return lexicon(self.teacher, self.student, vocab_map(self.teacher, self.student))
@@ -78,7 +83,7 @@ class Pairing:
         """What is supervised in both, one stretch after the other: templates and prompts put other words around it."""
         whole = example.spans is None  # its first token is not supervised, but is part of the text
         ours, theirs = [(0, len(example.ids))] if whole else _runs(example.supervised), _runs(read.supervised)
-        if len(ours) > len(theirs):
+        if len(ours) > max(len(theirs), len(read.spans or ())):  # or else the teacher cannot read all of it
             raise PotstillError(
                 f"{example.source} ({example.key}): the student's chat template shows {len(ours)} assistant turns of it and "
                 f"the teacher's {len(theirs)}, so they cannot be matched"
@@ -152,6 +157,13 @@ class Aligned:
     inner_token: Ints  # [T]; … which are these …
     inner_owner: Ints  # [T]; … of these chunks
     counts: Mapping[str, int]
+
+    @property
+    def known(self) -> npt.NDArray[np.bool_] | None:
+        """The rows in chunks [N]; None: all."""
+        known = np.zeros(self.counts["tokens"], dtype=np.bool_)
+        known[self.chunks.first_host] = known[self.chunks.inner_host] = True
+        return None if known.all() else known
 
 
 @dataclass(frozen=True)

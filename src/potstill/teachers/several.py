@@ -139,6 +139,11 @@ class Opening:
             width, temperature = check_cache(cache, self.student, self.data, self.loss, where)
             return CachedTeacher(shelf, width, config.name, config.weight, temperature=temperature)
         check_pieces(cache, self.data, where)
+        if "imported" in cache.manifest and config.across.method in ("shared", "projection", "chunk"):
+            raise PotstillError(
+                f"{where}: the cache was imported, and does not know how likely the text's own tokens were where they are not "
+                f"among the entries, which across.method {config.across.method} needs: take spelled or uld"
+            )
         temperature = check_across(config.across, self.loss, where, cache.form)
         pairing = Pairing(self.student.tokenizer, other, config.across)
         return AlignedCached(shelf, pairing, config.name, config.weight, temperature=temperature)

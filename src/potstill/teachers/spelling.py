@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,24 +50,27 @@ def spell_rows(pairing: Pairing, batch: Batch, read: Sequence[Example]) -> Spell
     labels = batch.rows.labels.numpy()
     place = t0[theirs] + their_step
     token = kept.teacher_token(theirs, place)
-    lengths, their_lengths = _lengths(pairing.student, labels[rows]), _lengths(pairing.teacher, token)
-    # A dummy prefix is in one of the two sums alone, and has no bytes.
-    excess = np.bincount(ours, lengths, len(s0)).astype(np.int64) - np.bincount(theirs, their_lengths, len(s0)).astype(
-        np.int64
-    )
-    our_dummy, their_dummy = (
-        np.maximum(excess, 0)[ours] * (step == 0),
-        np.maximum(-excess, 0)[theirs] * (their_step == 0),
-    )
-    begins, size = _begins(np.maximum(lengths - our_dummy, 0), ours, s0)
-    their_begins, _ = _begins(np.maximum(their_lengths - their_dummy, 0), theirs, s0)
-    base = np.cumsum(size + 1) - size  # a chunk of its own for each, also where it has no bytes
+    # A prefix that a tokenizer made up has no bytes.
+    our_dummy = _dummies(pairing.student, [e.ids for e in batch.examples])[
+        _flat(batch.examples, kept.document[ours], s0[ours] + step)
+    ]
+    their_dummy = _dummies(pairing.teacher, [e.ids for e in read])[_flat(read, kept.document[theirs], place)]
+    own, their_own = _lengths(pairing.student, labels[rows]), _lengths(pairing.teacher, token)
+    lengths, their_lengths = own - our_dummy, their_own - their_dummy
+    begins, size = _begins(lengths, ours, s0)
+    their_begins, their_size = _begins(their_lengths, theirs, s0)
+    base = (
+        np.cumsum(size + their_size + 1) - size - their_size
+    )  # a stretch of its own for each, also where it has no bytes
     key, their_key = base[ours] + begins, base[theirs] + their_begins
     answer = np.searchsorted(their_key, key, side="right") - 1
-    last = np.searchsorted(their_key, key + np.maximum(lengths - our_dummy, 0), side="left") - 1
-    written = key - their_key[answer] + their_dummy[answer]
-    # Nothing is left of the token, or every alternative would begin with a prefix of the student's that has no bytes.
-    fits = ((written == 0) | (written < their_lengths[answer])) & (our_dummy == 0)
+    last = np.searchsorted(their_key, key + lengths, side="left") - 1
+    # Where both have made up a prefix, it is part of both tokens.
+    both = our_dummy & their_dummy[answer] & (key == their_key[answer])
+    written = np.where(both, 0, key - their_key[answer] + their_dummy[answer])
+    # Nothing is left of the token; or every alternative would begin with a prefix of the student's that has no bytes; or the
+    # sizes do not agree after all.
+    fits = ((written == 0) | (written < their_own[answer])) & (both | ~our_dummy) & (size == their_size)[ours]
     node, usual = pairing.lexicon.at(token[answer], np.where(fits, written, 0))
     beyond_owner, beyond_step = expanded(np.maximum(last - answer, 0) * fits)
     count = len(labels)
@@ -88,6 +92,17 @@ def spell_rows(pairing: Pairing, batch: Batch, read: Sequence[Example]) -> Spell
         None if known.all() else known,
         kept.counts,
     )
+
+
+def _dummies(table: TokenTable, sequences: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
+    """Which tokens of all sequences, one after the other, hold a made-up prefix."""
+    flat = np.concatenate([np.zeros(0, dtype=np.int64), *(np.minimum(ids, len(table) - 1) for ids in sequences)])
+    return table.dummies(flat.astype(np.int64), np.cumsum([0, *map(len, sequences)])[:-1])
+
+
+def _flat(examples: Sequence[Example], document: Ints, place: Ints) -> Ints:
+    """Places in documents as places among the tokens of all of them."""
+    return np.cumsum([0, *(len(example.ids) for example in examples)])[document] + place
 
 
 def _lengths(table: TokenTable, ids: Ints) -> Ints:
@@ -118,7 +133,7 @@ class Speller:
         """The target of a teacher that is there with its head, at the U places."""
         there = self.lexicon
         if device not in self._tensors:
-            names = ("main", "more_token", "more_slot", "several", "whole", "begin", "token", "then")
+            names = ("main", "more_token", "more_slot", "several", "nowhere", "whole", "begin", "token", "then")
             self._tensors[device] = {name: torch.from_numpy(getattr(there, name)).to(device) for name in names}
 
         def moved(array: Ints) -> Tensor:
@@ -144,15 +159,18 @@ class Speller:
                 odd_host=odd,
                 more_then_host=there.more_then,
                 slot_host=there.more_slot,
+                nowhere_host=there.nowhere,
                 place_host=found.answer,
                 node_host=found.node,
                 sizes_host=np.diff(there.begin),
             )
         )
 
-    def top_k(self, found: Spelled, ids: Ints, logprobs: Floats, tail: Floats, chosen: Floats) -> TopKTarget:
+    def top_k(
+        self, found: Spelled, ids: Ints, logprobs: Floats, tail: Floats, chosen: Floats
+    ) -> tuple[TopKTarget, npt.NDArray[np.bool_]]:
         """The target of a truncated teacher, given at the U places: its entries [U, K], the log-mass of the rest, and the
-        log-probabilities of the tokens that were there. On the host."""
+        log-probabilities of the tokens that were there. On the host. And the rows of which something is known."""
         there = self.lexicon
         beyond = np.zeros(len(found.own), dtype=np.float64)
         np.add.at(beyond, found.beyond_row, chosen[found.beyond])
@@ -164,19 +182,23 @@ class Speller:
         mass = np.where(fits, mass, 0.0)
         is_actual = tokens == actual[:, None]
         listed = is_actual.any(-1)
-        # What was written is taken from its entry, or from the rest that it is part of.
-        certain = np.where(listed, (mass * is_actual).sum(-1), np.minimum(np.exp(chosen[found.answer]), rest)) * np.exp(
-            beyond
+        # What was written is taken from its entry, or from the rest that it is part of; what of it would have left the
+        # student's token stays where it is usual.
+        whole = np.where(
+            listed, (mass * is_actual).sum(-1), np.minimum(np.exp(chosen[found.answer].astype(np.float64)), rest)
         )
-        mass = np.maximum(mass - is_actual * certain[:, None], 0.0)
-        begun = found.node > 0
-        rest = np.where(
-            begun, 0.0, np.maximum(rest - np.where(listed, 0.0, certain), 0.0) + (mass * (then < 0)).sum(-1)
-        )
-        students = np.concatenate([then, found.own[:, None]], -1)
-        mass = np.concatenate([mass * (then >= 0), certain[:, None]], -1)
-        total = np.where(begun, mass.sum(-1), 1.0)[:, None]
-        return _merged(students, mass / np.maximum(total, 1e-300), rest, there.students)
+        certain = whole * np.exp(beyond)
+        rest = np.maximum(rest - np.where(listed, 0.0, whole), 0.0)
+        students = np.concatenate([then, found.own[:, None], found.usual[:, None]], -1)
+        left = np.where(listed, 0.0, whole - certain) * (found.usual >= 0)
+        mass = np.maximum(mass - is_actual * certain[:, None], 0.0) * (then >= 0)
+        mass = np.concatenate([mass, certain[:, None], left[:, None]], -1)
+        # What the student has no word for leaves; inside a token it is not known how much of the rest begins so: as much as of
+        # the entries.
+        total = np.maximum(mass.sum(-1), 1e-300)
+        rest = np.where(found.node > 0, rest, rest / (total + rest))
+        mass *= ((1 - rest) / total)[:, None]
+        return _merged(students, mass, rest, there.students), certain > 0
 
     def _written(self, found: Spelled) -> Ints:
         """Bytes of the answering token that are written: what its node says."""
@@ -196,7 +218,7 @@ def _merged(ids: Ints, mass: npt.NDArray[np.float64], rest: npt.NDArray[np.float
     with np.errstate(divide="ignore"):
         logprobs = np.where(absent, -np.inf, np.log(sums))
         tail = np.log(rest)
-    ids = np.where(absent, ids[:, :1], ids)  # the first one is there: what was written has mass
+    ids = np.where(absent, np.minimum(ids[:, :1], students - 1), ids)  # the first one is there, if any is
     return TopKTarget(
         torch.from_numpy(ids.astype(np.int64)),
         torch.from_numpy(logprobs.astype(np.float32)),

@@ -117,15 +117,16 @@ def ask(
     heard = [_heard(made, batch) for _, made in asked]
     if not weighing and all(rows is None for rows in heard):
         return list(zip(weights, targets, strict=True))
-    device = batch.input_ids.device
-    # [K, N]: of each teacher at each row, 0 where it says nothing.
-    shares = torch.tensor(weights, device=device)[:, None].repeat(1, len(batch.rows))
-    for number, rows in enumerate(heard):
-        if rows is not None:
-            shares[number] *= torch.from_numpy(rows).to(device)
+    device, rows = batch.input_ids.device, len(batch.rows)
+    document = np.repeat(np.arange(len(batch.examples)), _rows_of(batch))
+    # [K, N] and [K, D]: where each teacher says something, and in which documents.
+    says = np.stack([np.ones(rows, dtype=np.bool_) if one is None else one for one in heard])
+    spoken = np.stack([np.bincount(document, one, len(batch.examples)) > 0 for one in says])
+    shares = torch.tensor(weights, device=device)[:, None] * torch.from_numpy(spoken).to(device)
+    owner, mask = torch.from_numpy(document).to(device), torch.from_numpy(says).to(device)
     if weighing:
-        shares = _weighed(shares, targets, [t.name for t, _ in asked], batch, loss)
-    return list(zip(shares, targets, strict=True))
+        shares = _weighed(shares, targets, [t.name for t, _ in asked], batch, owner, mask, loss)
+    return list(zip(shares[:, owner] * mask, targets, strict=True))
 
 
 def _has_a_say(made: Any) -> bool:
@@ -161,13 +162,21 @@ def _mean(names: Sequence[str], weights: Sequence[float], targets: Sequence[Targ
     return DenseTarget(mean=parts)
 
 
-def _weighed(shares: Tensor, targets: Sequence[Target], names: Sequence[str], batch: Batch, loss: LossConfig) -> Tensor:
-    """`shares` [K, N] by how much each teacher is to be trusted with each document."""
+def _weighed(
+    shares: Tensor,
+    targets: Sequence[Target],
+    names: Sequence[str],
+    batch: Batch,
+    owner: Tensor,
+    mask: Tensor,
+    loss: LossConfig,
+) -> Tensor:
+    """`shares` [K, D] by how much each teacher is to be trusted with each document. `owner` [N]: the document of a row; `mask`
+    [K, N]: where a teacher says something."""
     what = "ce" if loss.several == "best" else loss.confidence
     assert what is not None
-    document = torch.from_numpy(np.repeat(np.arange(len(batch.examples)), _rows_of(batch))).to(shares.device)
     trust = []
-    for name, share, target in zip(names, shares, targets, strict=True):
+    for name, says, target in zip(names, mask, targets, strict=True):
         found = row_confidence(target, batch.rows.labels, what)
         if found is None:
             raise PotstillError(
@@ -175,11 +184,10 @@ def _weighed(shares: Tensor, targets: Sequence[Target], names: Sequence[str], ba
                 "which a cache of draws or of likelihoods alone does not tell: use a live teacher, or kind top_k or hidden"
             )
         values, rows, counts = found
-        heard, owner = (share[rows] > 0).to(shares.dtype), document[rows]
         zeros = shares.new_zeros(len(batch.examples))
-        sums = zeros.index_add(0, owner, values.to(shares.dtype) * heard)
-        trust.append(sums / zeros.index_add(0, owner, counts.to(shares.dtype) * heard).clamp(min=1.0))
-    scores = torch.stack(trust)[:, document].masked_fill(shares == 0, -torch.inf)  # [K, N]; the larger, the surer
+        sums = zeros.index_add(0, owner[rows], values.to(shares.dtype) * says[rows])
+        trust.append(sums / zeros.index_add(0, owner[rows], counts.to(shares.dtype) * says[rows]).clamp(min=1.0))
+    scores = torch.stack(trust).masked_fill(shares == 0, -torch.inf)  # [K, D]; the larger, the surer
     total = shares.sum(0)
     if loss.several == "best":
         return torch.zeros_like(shares).scatter_(0, scores.argmax(0, keepdim=True), 1.0) * total

@@ -30,6 +30,7 @@ class Lexicon:
     more_then: Ints  # [M]; … what they count for …
     more_slot: Ints  # [M]; … which of these it is:
     several: Ints  # [S]; the student's ids that more than one counts for
+    nowhere: Ints  # those that none does
     begin: Ints  # [nodes + 1]; the entries of each node
     token: Ints  # [E]; teacher id
     then: Ints  # [E]; student id
@@ -63,6 +64,8 @@ def lexicon(teacher: TokenTable, student: TokenTable, found: VocabMap) -> Lexico
     first = np.full(len(teacher), NOWHERE, dtype=np.int64)
     first[sizes > 0] = found.indices[found.indptr[:-1][sizes > 0]]
     spelled = np.isin(teacher.kinds, (TEXT, BYTE))
+    whole = np.isin(np.arange(len(teacher)), found.student)
+    first[~spelled & ~whole] = NOWHERE  # a special that the student has not is no text either
     lengths = np.where(spelled, teacher.lengths, 0).astype(np.int64)
     base = np.concatenate([[0], np.cumsum(np.maximum(lengths - 1, 0))])
     nodes: dict[bytes, int] = {}
@@ -84,7 +87,6 @@ def lexicon(teacher: TokenTable, student: TokenTable, found: VocabMap) -> Lexico
     kept = np.flatnonzero(then_at != NOWHERE)
     order = kept[np.argsort(node_at[kept], kind="stable")]
     counts = np.bincount(node_at[kept], minlength=len(nodes) + 1)
-    whole = np.isin(np.arange(len(teacher)), found.student)
     main = np.full(len(student), NOWHERE, dtype=np.int64)
     for ids in (np.flatnonzero((first != NOWHERE) & ~whole)[::-1], np.flatnonzero(whole)):  # the last one stays
         main[first[ids]] = ids
@@ -100,6 +102,7 @@ def lexicon(teacher: TokenTable, student: TokenTable, found: VocabMap) -> Lexico
         more_then=first[more][order_more],
         more_slot=slots,
         several=several,
+        nowhere=np.flatnonzero(main == NOWHERE),
         begin=np.concatenate([[0], np.cumsum(counts)]),
         token=of[order],
         then=then_at[order],
