@@ -183,7 +183,7 @@ def test_info(command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path
         (["build", "{recipe}", "--out", "x", "--k", "0"], "store: k: should be greater than 0, not 0"),
         (["build", "nowhere", "--data", "{text}", "--out", "x"], "nowhere"),
         (["verify", "nowhere"], "nowhere is not a cache: it has no manifest.json"),
-        (["info", "{text}"], "cannot be read"),
+        (["info", "{text}"], "{text} is a file, and a cache is a folder"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(

@@ -418,6 +418,19 @@ def test_parquet_with_log_probabilities_has_its_rest(teacher, tiny_teacher, tmp_
         import_cache([file], tmp_path / "other", temperatures=[2.0], **keys)
 
 
+def test_an_import_that_failed_does_not_stand_in_the_way(teacher, tiny_teacher, tmp_path):
+    made = entries_of(teacher.tokenizer)
+    good = write_parquet(tmp_path / "good.parquet", made, [one[3] for one in made])
+    text, tokens, ids, *more = made[0]
+    beyond = (text, tokens, np.full_like(ids, 10**6), *more)
+    bad = write_parquet(tmp_path / "bad.parquet", [beyond], [beyond[3]])
+    keys = {"layout": "parquet", "tokenizer": str(tiny_teacher), "values": "logits", "texts": tmp_path / "t.jsonl"}
+    with pytest.raises(PotstillError, match="has the id 1000000"):
+        import_cache([good, bad], tmp_path / "cache", teacher_name="bgi", **keys)
+    assert import_cache([good], tmp_path / "cache", teacher_name="big", k=4, **keys).documents == 3
+    assert Cache(tmp_path / "cache").form.k == 4 and not verify(tmp_path / "cache").damage
+
+
 def test_a_normaliser_beside_logits_gives_the_rest(teacher, tiny_teacher, tmp_path):
     made = entries_of(teacher.tokenizer)
     normaliser = [np.logaddexp.reduce(logits.astype(np.float64), -1) for *_, logits in made]
