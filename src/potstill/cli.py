@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -144,6 +144,16 @@ app.add_typer(cache_app, name="cache")
 DATA = "Files (jsonl, parquet, arrow, txt; globs), or a data set folder or name."
 
 
+def _source(data: list[str] | None, **columns: str | None) -> dict[str, Any] | None:
+    from potstill.evals.command import source_of
+
+    given = [name for name, value in columns.items() if value is not None]
+    if given and not data:
+        named = given[0] if given[0] in ("text", "messages", "split") else f"{given[0]}-column"
+        raise PotstillError(f"--{named} goes with --data, which says what to read; a recipe has its own data")
+    return source_of(data, **columns) if data else None
+
+
 @cache_app.command(name="build")
 def cache_build(
     what: Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe (.yaml), or a model with --data.")],
@@ -154,7 +164,7 @@ def cache_build(
     teacher: Annotated[int, typer.Option(help="Which of the recipe's teachers, from 0.")] = 0,
     kind: Annotated[
         Literal["top_k", "sampled", "hidden", "chosen"] | None,
-        typer.Option(help="What to keep; default: the recipe's teachers[…].store, which is top_k."),
+        typer.Option(help="What to keep; default: as the cache that is there, else the recipe's store, else top_k."),
     ] = None,
     k: Annotated[int | None, typer.Option(help="top_k: how many tokens (64).")] = None,
     temperature: Annotated[
@@ -168,7 +178,7 @@ def cache_build(
     messages: Annotated[str | None, typer.Option(help="With --data: column with chats.")] = None,
     prompt_column: Annotated[str | None, typer.Option(help="With --data: column with prompts.")] = None,
     completion_column: Annotated[str | None, typer.Option(help="With --data: column with completions.")] = None,
-    split: Annotated[str, typer.Option(help="With --data: split of a data set.")] = "train",
+    split: Annotated[str | None, typer.Option(help="With --data: split of a data set (train).")] = None,
     piece_bytes: Annotated[int | None, typer.Option(help="With --data: cut texts into such pieces (4096).")] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"] | None,
@@ -193,14 +203,14 @@ def cache_build(
 
     Example: potstill cache build recipes/cached.yaml --out runs/cache
     """
-    from potstill.evals.command import source_of
     from potstill.teachers.command import build_cache
 
-    columns = {"text": text, "messages": messages, "prompt": prompt_column, "completion": completion_column}
     build_cache(
         what,
         out=out,
-        source=source_of(data, **columns, split=split) if data else None,
+        source=_source(
+            data, text=text, messages=messages, prompt=prompt_column, completion=completion_column, split=split
+        ),
         store={"kind": kind, "k": k, "temperatures": temperature, "rest": rest, "draws": draws, "seed": seed},
         teacher=teacher,
         overrides=overrides or [],
@@ -218,9 +228,10 @@ def cache_build(
 def cache_verify(
     folder: Annotated[Path, typer.Argument(help="Folder of the cache.")],
     teacher: Annotated[str | None, typer.Option(help="Also compute some documents again with this model.")] = None,
-    sample: Annotated[int, typer.Option(help="With --teacher: how many documents.")] = 32,
+    sample: Annotated[int | None, typer.Option(help="With --teacher: how many documents (32).")] = None,
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"] | None, typer.Option(help="With --teacher: of its weights.")
+        Literal["auto", "float32", "bfloat16", "float16"] | None,
+        typer.Option(help="With --teacher: of its weights; default: that of the cache."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")] = "auto",
     json_out: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
@@ -241,15 +252,17 @@ def cache_info(
     messages: Annotated[str | None, typer.Option(help="With --data: column with chats.")] = None,
     prompt_column: Annotated[str | None, typer.Option(help="With --data: column with prompts.")] = None,
     completion_column: Annotated[str | None, typer.Option(help="With --data: column with completions.")] = None,
-    split: Annotated[str, typer.Option(help="With --data: split of a data set.")] = "train",
+    split: Annotated[str | None, typer.Option(help="With --data: split of a data set (train).")] = None,
     json_out: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
 ) -> None:
-    """What a cache is, how large, and how much of a data set is in it."""
-    from potstill.evals.command import source_of
+    """What a cache is, how large, and how much of a data set is in it. Exit code 1 when a shard cannot be read."""
     from potstill.teachers.command import show_info
 
-    columns = {"text": text, "messages": messages, "prompt": prompt_column, "completion": completion_column}
-    show_info(folder, source_of(data, **columns, split=split) if data else None, json_out)
+    source = _source(
+        data, text=text, messages=messages, prompt=prompt_column, completion=completion_column, split=split
+    )
+    if not show_info(folder, source, json_out):
+        raise typer.Exit(1)
 
 
 @cache_app.command(name="convert")

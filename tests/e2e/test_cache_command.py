@@ -16,14 +16,17 @@ import pytest
 from cache_content import content
 from tiny_models import make_model, write_jsonl
 from tiny_runs import TinyRuns, metrics
+from transformers import AutoTokenizer
 
 import potstill
+from potstill.shipped import locate
 from potstill.teachers.build import Scribe
 from potstill.teachers.store import Cache, read_manifest, shard_names
 
 pytestmark = pytest.mark.e2e
 
 Command = Callable[..., Any]
+MODEL = ("{teacher}", "--data", "{text}", "--out", "x")
 
 
 @pytest.fixture
@@ -32,7 +35,8 @@ def cache(tmp_path: Path) -> Path:
 
 
 def build(command: Command, cache: Path, teacher: Path, text: Path, *options: object) -> str:
-    said = command("cache", "build", teacher, "--data", text, "--out", cache, "--k", 8, *options)
+    k = () if "--kind" in options else ("--k", 8)
+    said = command("cache", "build", teacher, "--data", text, "--out", cache, *k, *options)
     assert said.code == 0 and not said.err, said
     return said.out
 
@@ -43,6 +47,8 @@ def test_build_from_a_model_and_again(command: Command, cache: Path, tiny_teache
     assert re.fullmatch(
         rf"60 documents added \({tokens:,} tokens, [\d,]+ a second\); 0 were there\n"
         r"beyond the top 8 lies \d+\.\d% of the mass; with --rest 32 forward KL learns what is in it \(docs/cache.md\)\n"
+        r"texts were cut into pieces of at most 4,096 bytes \(piece_bytes\): students need a data.max_length of about a "
+        r"quarter of that, 1,024, or more; with less the ends of long pieces are lost to them\n"
         rf"cache: {re.escape(str(cache))}, 60 documents, {tokens:,} tokens, [\d.]+ MB \(\d+\.\d bytes a token\)\n",
         first,
     )
@@ -91,6 +97,7 @@ def test_verify(command: Command, cache: Path, tiny_teacher: Path, tiny_text: Pa
     build(command, cache, tiny_teacher, tiny_text, "--temperature", 1, "--temperature", 2)
     well = command("cache", "verify", cache)
     assert well.code == 0 and well.out.endswith("all is well\n") and not well.err
+    assert well.out.startswith("documents ")
     assert re.search(r"^documents +60$", well.out, re.MULTILINE)
 
     numbers = command("cache", "verify", cache, "--teacher", tiny_teacher, "--sample", 9, "--json")
@@ -100,11 +107,40 @@ def test_verify(command: Command, cache: Path, tiny_teacher: Path, tiny_text: Pa
     assert 0 < found["mean_difference_of_log_probabilities"] <= found["largest_difference_of_log_probabilities"] < 0.01
 
     other = make_model(tmp_path / "other", seed=5)
-    wrong = command("cache", "verify", cache, "--teacher", other)
-    assert wrong.code == 1
-    assert f"damaged: the teacher is not the one of the cache ({tiny_teacher})" in wrong.out
     off = json.loads(command("cache", "verify", cache, "--teacher", other, "--json").out)
     assert off["mean_difference_of_log_probabilities"] > 100 * found["mean_difference_of_log_probabilities"]
+    assert off["documents_that_differ"] > 20 and not off["damage"] and off["mismatch"]
+
+
+@pytest.mark.parametrize("kind", ["top_k", "hidden"])
+def test_verify_tells_another_teacher_from_damage(
+    command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path, tmp_path: Path, kind: str
+) -> None:
+    build(command, cache, tiny_teacher, tiny_text, "--kind", kind)
+    pieces = make_model(tmp_path / "pieces")
+    AutoTokenizer.from_pretrained(locate("shipped:tokenizers/pieces-1k")).save_pretrained(pieces)
+    models = {
+        "its weights are not those of the cache's": (make_model(tmp_path / "other", seed=5),),
+        "its dtype is bfloat16 and that of the cache's": (tiny_teacher, "--dtype", "bfloat16"),
+        "it has another tokenizer than the cache's": (pieces,),
+        "it has 2,000 ids and the cache's": (make_model(tmp_path / "fewer", vocab_size=2000),),
+        "it reads 16 tokens and the cache's": (make_model(tmp_path / "short", max_position_embeddings=16),),
+    }
+    if kind == "hidden":
+        models["its hidden states are 16 wide and"] = (make_model(tmp_path / "narrow", hidden_size=16),)
+    for what, teacher in models.items():
+        said = command("cache", "verify", cache, "--teacher", *teacher)
+        assert said.code == 1 and not said.err, said
+        assert f"{teacher[0]} is not the cache's teacher: {what}" in said.out and str(tiny_teacher) in said.out
+        assert "damaged" not in said.out and "the cache itself is whole" in said.out.splitlines()[-1]
+
+
+def test_verify_loads_the_teacher_as_the_cache_has_it(
+    command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path
+) -> None:
+    build(command, cache, tiny_teacher, tiny_text, "--dtype", "bfloat16")
+    assert command("cache", "verify", cache, "--teacher", tiny_teacher).code == 0
+    assert "60 were there" in build(command, cache, tiny_teacher, tiny_text)  # and so does a build that goes on
 
 
 @pytest.mark.parametrize("kind", ["hidden", "sampled", "chosen"])
@@ -134,16 +170,17 @@ def test_damage_is_found_and_mended(command: Command, cache: Path, tiny_teacher:
     assert said.out.endswith("remove the damaged files, and run the build again\n")
 
     os.truncate(cache / shards[1], 100)
-    for name, begin in (("verify", "damaged: "), ("info", "error: ")):
+    for name in ("verify", "info"):
         said = command("cache", name, cache)
-        what = f"{begin}the cache {cache} is damaged: in {shards[1]}, 100 bytes are"
-        assert said.code == 1 and what in said.out + said.err
-    assert len(said.err.splitlines()) == 1
+        assert said.code == 1 and f"damaged: the cache {cache} is damaged: in {shards[1]}, 100 bytes are" in said.out
+        assert not said.err and re.search(r"^tokens +\d", said.out, re.MULTILINE)
+    assert f"in {len(shards) - 1} shards" in said.out
+    assert shards[1] in json.loads(command("cache", "info", cache, "--json").out)["damage"][0]
 
     (cache / shards[1]).unlink()
     (cache / shards[2]).unlink()
     said = command("cache", "info", cache)
-    assert said.code == 1 and f"lacks 2 of its shards ({shards[1]}, …; " in said.err
+    assert said.code == 1 and f"lacks 2 of its shards ({shards[1]}, …; " in said.out
     entries = read_manifest(cache)["shards"]
     lost = sum(entries[name]["documents"] for name in shards[1:3])
     out = build(command, cache, tiny_teacher, tiny_text, "--batch-tokens", 96)
@@ -156,11 +193,21 @@ def test_damage_is_found_and_mended(command: Command, cache: Path, tiny_teacher:
 def test_info(command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path, tmp_path: Path) -> None:
     build(command, cache, tiny_teacher, tiny_text, "--temperature", 2, "--piece-bytes", 128)
     facts = json.loads(command("cache", "info", cache, "--json").out)
-    assert facts["signal"] == "top_k: top 8 and the rest, at temperatures 2"
-    assert facts["vocabulary"] == "2,048 ids, 11 bits each" and facts["pieces"] == "at most 128 bytes of text"
-    assert facts["documents"] == f"{len(Cache(cache)):,}" and facts["tokens"] == f"{Cache(cache).tokens:,}"
-    assert str(tiny_teacher) in facts["teacher"]
-    assert float(facts["bytes a token"]) == pytest.approx(Cache(cache).size / Cache(cache).tokens, abs=0.06)
+    assert facts["kind"] == "top_k" and facts["signal"]["k"] == 8 and facts["signal"]["temperatures"] == [2.0]
+    assert facts["signal"]["vocabulary"] == 2048 and facts["piece bytes"] == 128 and facts["imported"] is None
+    whole = Cache(cache)
+    numbers = (facts["documents"], facts["tokens"], facts["bytes"], facts["shards"])
+    assert numbers == (len(whole), whole.tokens, whole.size, len(whole.shards)) and facts["damage"] == []
+    assert facts["teacher"]["model"] == str(tiny_teacher)
+    assert facts["bytes a token"] == pytest.approx(whole.size / whole.tokens)
+    said = command("cache", "info", cache).out
+    assert "top_k: top 8 and the rest, at temperatures 2\n" in said and "at most 128 bytes of text" in said
+    assert "2,048 ids, 11 bits each" in said and "imported" not in said
+    manifest = json.loads((cache / "manifest.json").read_text())
+    imported = {"layout": "maxtext", "values": "logits", "rest": "none"}
+    (cache / "manifest.json").write_text(json.dumps({**manifest, "imported": imported}))
+    said = command("cache", "info", cache).out
+    assert re.search("^imported +from maxtext files of logits; rest none: the mass beyond", said, re.MULTILINE)
 
     more = write_jsonl(tmp_path / "more.jsonl", [{"text": "Nothing of it."}, *map(json.loads, tiny_text.open())])
     said = command("cache", "info", cache, "--data", more)
@@ -169,6 +216,8 @@ def test_info(command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path
     assert re.search(rf"^coverage +{documents - 1} of {documents} documents$", said.out, re.MULTILINE)
     assert re.search(rf"^first missing +{re.escape(str(more))}.*\([0-9a-f]{{32}}\)$", said.out, re.MULTILINE)
     assert "first missing" not in command("cache", "info", cache, "--data", tiny_text).out
+    facts = json.loads(command("cache", "info", cache, "--data", more, "--json").out)
+    assert facts["coverage"]["documents"] == documents and facts["coverage"]["missing"] == 1
 
 
 @pytest.mark.parametrize(
@@ -183,14 +232,43 @@ def test_info(command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path
         (["build", "{recipe}", "--out", "x", "--k", "0"], "store: k: should be greater than 0, not 0"),
         (["build", "nowhere", "--data", "{text}", "--out", "x"], "nowhere"),
         (["verify", "nowhere"], "nowhere is not a cache: it has no manifest.json"),
-        (["info", "{text}"], "cannot be read"),
+        (["info", "{text}"], "{text} is a file, and a cache is a folder"),
+        (
+            ["build", *MODEL, "--kind", "sampled", "--k", "5"],
+            "--k goes with kind top_k, and this cache is of kind sampled",
+        ),
+        (
+            ["build", *MODEL, "--kind", "hidden", "--draws", "5"],
+            "--draws goes with kind sampled, and this cache is of kind",
+        ),
+        (
+            ["build", *MODEL, "--kind", "hidden", "--temperature", "2"],
+            "--temperature goes with kind top_k, and this cache",
+        ),
+        (
+            ["build", *MODEL, "--kind", "chosen", "--seed", "5"],
+            "--seed goes with kind sampled and top_k, and this cache is",
+        ),
+        (["build", *MODEL, "--seed", "5"], "--seed is that of draws, and a top_k cache without --rest has none"),
+        (["build", *MODEL, "--teacher", "1"], "--teacher 1 goes with a recipe"),
+        (["build", "{recipe}", "--out", "x", "--dtype", "bfloat16"], "--dtype goes with a model and --data"),
+        (["build", "{recipe}", "--out", "x", "--prompt-column", "a"], "--prompt-column goes with --data"),
+        (["info", "x", "--text", "body"], "--text goes with --data, which says what to read"),
+        (["verify", "x", "--sample", "3"], "--sample 3 goes with --teacher, which says what to compare with"),
+        (["verify", "x", "--dtype", "float16"], "--dtype float16 goes with --teacher"),
+        (["verify", "x", "--teacher", "{teacher}", "--sample", "0"], "--sample 0: choose how many documents"),
+        (
+            ["build", "{bare}", "--out", "x"],
+            "teachers[0] has no model to run: add teachers.0.model=MODEL to the command",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(
     command: Command, runs: TinyRuns, arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(runs.folder)
-    places = {"teacher": runs.teacher, "text": runs.text, "recipe": runs.file("plain")}
+    bare = runs.file("bare", teachers=[{"cache": "nowhere"}])
+    places = {"teacher": runs.teacher, "text": runs.text, "recipe": runs.file("plain"), "bare": bare}
     said = command("cache", *(argument.format(**places) for argument in arguments))
     assert said.code == 1 and says.format(**places) in said.err
     assert said.err.startswith("error: ") and len(said.err.splitlines()) == 1
@@ -204,12 +282,12 @@ def test_another_teacher_or_signal_is_not_mixed_in(
     whole = content(cache)
     line = ("cache", "build", tiny_teacher, "--data", tiny_text, "--out", cache)
     for options, what in [
-        (("--k", 9), "signal"),
-        (("--kind", "hidden"), "kind"),
-        (("--piece-bytes", 50), "piece bytes"),
+        (("--k", 9), "signal (k 8, now 9)"),
+        (("--kind", "hidden"), "kind (top_k, now hidden)"),
+        (("--piece-bytes", 50), "piece bytes (4096, now 50)"),
     ]:
-        said = command(*line, *(("--k", 8) if "--k" not in options else ()), *options)
-        assert said.code == 1 and f"{cache} is a cache with another {what} (" in said.err
+        said = command(*line, *options)
+        assert said.code == 1 and f"{cache} is a cache with another {what}: choose another" in said.err
     other = make_model(tmp_path / "other", seed=5)
     said = command("cache", "build", other, "--data", tiny_text, "--out", cache, "--k", 8)
     assert said.code == 1 and "is a cache with another teacher" in said.err
@@ -218,26 +296,111 @@ def test_another_teacher_or_signal_is_not_mixed_in(
     assert content(cache) == whole
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_build_that_is_told_to_stop_keeps_what_it_has(
-    command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command,
+    cache: Path,
+    tiny_teacher: Path,
+    tiny_text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    code: int,
 ) -> None:
-    """SIGTERM in the middle: exit code 130, and the documents computed until then are there."""
+    """In the middle: it says so in a line, and the documents computed until then are there."""
     write, done = Scribe.write, []
 
     def stopped(self: Scribe, examples: list[Any]) -> None:
         write(self, examples)
         done.extend(example.key for example in examples)
         if len(done) > 20:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
     monkeypatch.setattr(Scribe, "write", stopped)
     assert threading.current_thread() is threading.main_thread()
     said = command("cache", "build", tiny_teacher, "--data", tiny_text, "--out", cache, "--k", 8, "--batch-tokens", 96)
-    assert said.code == 130 and 20 < len(done) < 60
+    assert said.code == code and 20 < len(done) < 60
+    assert said.out == "stopped: what was computed until now is kept, and the same command goes on from there\n"
+    assert not said.err
     assert set(content(cache)) == set(done)
     monkeypatch.setattr(Scribe, "write", write)
     out = build(command, cache, tiny_teacher, tiny_text, "--batch-tokens", 96)
     assert f"{60 - len(done)} documents added" in out and f"{len(done)} were there" in out
+
+
+def test_what_is_missing_is_added_as_the_error_says(command: Command, runs: TinyRuns, cache: Path) -> None:
+    """`potstill cache build RECIPE --out DIR` with a recipe that has only the cache: its settings and its teacher are known."""
+    lines = [json.loads(line) for line in runs.text.open()]
+    some = write_jsonl(runs.folder / "some.jsonl", lines[:40])
+    options = ("--k", 9, "--rest", 4, "--seed", 3, "--temperature", 2, "--temperature", 1, "--piece-bytes", 100)
+    build(command, cache, runs.teacher, some, *options, "--dtype", "bfloat16")
+    before = read_manifest(cache)
+    recipe = runs.file("cached", teachers=[{"cache": str(cache)}])
+    said = command("cache", "build", recipe, "--out", cache)
+    assert said.code == 0, said
+    assert said.out.startswith(
+        f"going on with what {cache} keeps, top_k: top 9 and the rest, at temperatures 1, 2; 4 draws"
+    )
+    after = read_manifest(cache)
+    assert after["documents"] > before["documents"] and all(after[key] == before[key] for key in ("signal", "teacher"))
+    assert "0 documents added" in command("cache", "build", runs.teacher, "--data", runs.text, "--out", cache).out
+    said = command("cache", "build", recipe, "teachers.0.model=nowhere", "--out", cache)
+    assert said.code == 1 and "nowhere" in said.err
+
+
+@pytest.mark.parametrize("kind", ["sampled", "hidden"])
+def test_an_existing_cache_says_the_kind(
+    command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path, kind: str
+) -> None:
+    build(command, cache, tiny_teacher, tiny_text, "--kind", kind, *(("--draws", 7) if kind == "sampled" else ()))
+    said = command("cache", "build", tiny_teacher, "--data", tiny_text, "--out", cache)
+    assert said.code == 0 and "60 were there" in said.out and f"keeps, {kind}: " in said.out
+    said = command("cache", "build", tiny_teacher, "--data", tiny_text, "--out", cache, "--k", 5)
+    assert said.code == 1 and f"--k goes with kind top_k, and this cache is of kind {kind}" in said.err
+
+
+def test_a_cache_whose_teacher_cannot_be_had(command: Command, runs: TinyRuns, cache: Path) -> None:
+    build(command, cache, runs.teacher, runs.text)
+    recipe = runs.file("cached", teachers=[{"cache": str(cache)}])
+    manifest = read_manifest(cache)
+    gone = {**manifest, "teacher": {**manifest["teacher"], "model": str(runs.folder / "gone")}}
+    (cache / "manifest.json").write_text(json.dumps(gone))
+    said = command("cache", "build", recipe)
+    assert said.code == 1 and len(said.err.splitlines()) == 1
+    assert f"{runs.folder / 'gone'}, with which {cache} was built, cannot be loaded (" in said.err
+    assert "add teachers.0.model=MODEL to the command" in said.err
+    assert "60 were there" in command("cache", "build", recipe, f"teachers.0.model={runs.teacher}").out
+    imported = {**manifest, "teacher": {**manifest["teacher"], "weights": "imported"}}
+    (cache / "manifest.json").write_text(json.dumps(imported))
+    assert f"{cache} was imported, to which no model adds" in command("cache", "build", recipe).err
+
+
+def test_a_build_that_came_to_nothing_does_not_stand_in_the_way(
+    command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path, tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    command("cache", "build", tiny_teacher, "--data", empty, "--out", cache, "--kind", "sampled", "--piece-bytes", 50)
+    assert "60 documents added" in build(command, cache, tiny_teacher, tiny_text)
+    assert Cache(cache).form.k == 8 and read_manifest(cache)["piece_bytes"] == 4096
+
+
+def test_errors_about_data_name_the_options(command: Command, cache: Path, tiny_teacher: Path, tmp_path: Path) -> None:
+    body = write_jsonl(tmp_path / "body.jsonl", [{"body": "The people.", "n": 1}])
+    line = ("cache", "build", tiny_teacher, "--out", cache, "--data")
+    assert f"error: --text: {body}" in (said := command(*line, body).err)
+    assert "has no column text (there: body, n); name one of them with --text" in said
+    assert "did you mean --text body?" in command(*line, body, "--text", "bdy").err
+    assert command(*line, tmp_path / "no.jsonl").err == f"error: --data: there is no file {tmp_path / 'no.jsonl'}\n"
+    assert "1 documents added" in command(*line, body, "--text", "body").out
+    said = command("cache", "info", cache, "--data", body)
+    assert said.code == 1 and said.err.startswith(f"error: --text: {body}")
+
+
+def test_draws_from_the_rest_are_not_recommended_where_no_loss_can_use_them(
+    command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path
+) -> None:
+    said = build(command, cache, tiny_teacher, tiny_text, "--temperature", 2)
+    assert "beyond the top 8 lies" in said and "--rest" not in said
 
 
 def test_help_names_what_there_is(command: Command) -> None:

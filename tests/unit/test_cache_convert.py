@@ -16,6 +16,7 @@ import pytest
 import safetensors.numpy
 import torch
 from array_record.python import array_record_module
+from tiny_models import make_model
 
 from potstill.config import DataConfig, SourceConfig, StoreConfig, TeacherConfig
 from potstill.data.examples import text_key
@@ -416,6 +417,42 @@ def test_parquet_with_log_probabilities_has_its_rest(teacher, tiny_teacher, tmp_
         np.testing.assert_allclose(np.exp(tail), rest, rtol=2e-3, atol=1e-6)
     with pytest.raises(PotstillError, match="known there only"):
         import_cache([file], tmp_path / "other", temperatures=[2.0], **keys)
+
+
+@pytest.mark.parametrize("values", ["logits", "logprobs"])
+def test_an_import_is_compared_with_its_teacher_by_the_numbers(teacher, tiny_teacher, tmp_path, values):
+    """It has no fingerprint of the weights. Logits lack the mass of the rest: what there is is compared as if it were all."""
+    made = []
+    for text, tokens, *_ in entries_of(teacher.tokenizer):
+        with torch.no_grad():
+            logits = teacher.model(input_ids=torch.from_numpy(tokens)[None]).logits[0].numpy()
+        kept = np.argsort(-logits, -1)[:, :8]
+        exact = logits if values == "logits" else expected(logits)
+        made.append((text, tokens, kept, np.take_along_axis(exact, kept, -1)))
+    file = write_parquet(tmp_path / "a.parquet", made, [one[3] for one in made])
+    keys = {"layout": "parquet", "tokenizer": str(tiny_teacher), "teacher_name": "big", "texts": tmp_path / "t.jsonl"}
+    other = load_teacher(TeacherConfig(model=str(make_model(tmp_path / "other", seed=5))), CPU, "teacher", "teacher")
+    for k in (8, 4):
+        import_cache([file], tmp_path / f"cache{k}", values=values, k=k, **keys)
+        report = verify(tmp_path / f"cache{k}", teacher)
+        assert report.numbers["compared"] == 3 and not report.damage and not report.mismatch
+        assert report.numbers["mean_difference_of_log_probabilities"] < 0.01
+        report = verify(tmp_path / f"cache{k}", other)
+        (what,) = report.mismatch
+        assert "3 of 3 documents are not what the teacher says now" in what and not report.damage
+
+
+def test_an_import_that_failed_does_not_stand_in_the_way(teacher, tiny_teacher, tmp_path):
+    made = entries_of(teacher.tokenizer)
+    good = write_parquet(tmp_path / "good.parquet", made, [one[3] for one in made])
+    text, tokens, ids, *more = made[0]
+    beyond = (text, tokens, np.full_like(ids, 10**6), *more)
+    bad = write_parquet(tmp_path / "bad.parquet", [beyond], [beyond[3]])
+    keys = {"layout": "parquet", "tokenizer": str(tiny_teacher), "values": "logits", "texts": tmp_path / "t.jsonl"}
+    with pytest.raises(PotstillError, match="has the id 1000000"):
+        import_cache([good, bad], tmp_path / "cache", teacher_name="bgi", **keys)
+    assert import_cache([good], tmp_path / "cache", teacher_name="big", k=4, **keys).documents == 3
+    assert Cache(tmp_path / "cache").form.k == 4 and not verify(tmp_path / "cache").damage
 
 
 def test_a_normaliser_beside_logits_gives_the_rest(teacher, tiny_teacher, tmp_path):

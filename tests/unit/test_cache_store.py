@@ -626,13 +626,17 @@ def test_a_folder_that_is_no_cache(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("teacher", {"model": "x", "weights": "other", "dtype": "float32"}, 'another teacher ({"weights": "abc"'),
-        ("teacher", {"model": "x", "weights": "abc", "dtype": "bfloat16"}, '"dtype": "float32"}; now'),
-        ("kind", "top_k", 'another kind ("chosen"; now "top_k")'),
-        ("signal", signal_keys(replace(FORM, vocabulary=501)), "another signal ("),
-        ("tokenizer", "other", 'another tokenizer ("def"; now "other")'),
-        ("chat", {"template": "x", "kwargs": {}}, "another chat ("),
-        ("piece_bytes", 10, "another piece bytes (4096; now 10): choose another folder"),
+        ("teacher", {"model": "x", "weights": "other", "dtype": "float32"}, "another teacher (weights abc, now other)"),
+        (
+            "teacher",
+            {"model": "x", "weights": "abc", "dtype": "bfloat16"},
+            "another teacher (dtype float32, now bfloat16)",
+        ),
+        ("kind", "top_k", "another kind (chosen, now top_k)"),
+        ("signal", signal_keys(replace(FORM, vocabulary=501)), "another signal (vocabulary 500, now 501)"),
+        ("tokenizer", "other", "another tokenizer (def, now other)"),
+        ("chat", {"template": "x", "kwargs": {}}, "another chat (template null, now x)"),
+        ("piece_bytes", 10, "another piece bytes (4096, now 10): choose another folder, or its settings"),
     ],
 )
 def test_a_cache_of_another_teacher_or_text_is_not_added_to(three, key, value, says):
@@ -647,6 +651,36 @@ def test_the_same_teacher_under_another_name_is_the_same(three):
     folder, _ = three
     create(folder, {**IDENTITY, "teacher": {**IDENTITY["teacher"], "model": "moved/elsewhere"}}, fill)
     assert read_manifest(folder)["teacher"]["model"] == "some-teacher"
+
+
+def test_an_empty_cache_is_made_anew_with_other_settings(folder):
+    """A command that failed before its first document leaves one: its settings must not bind the command that is right."""
+    (folder / "tokenizer" / "tokenizer.json").write_text("[]")
+    late = Writer(folder)
+    create(folder, {**IDENTITY, "piece_bytes": 10}, fill)
+    assert read_manifest(folder)["piece_bytes"] == 10 and verify(folder).damage == []
+    assert not list(folder.glob(f"{UNFINISHED}*"))
+    late.add(key_of(1), *document(1))
+    assert f"{folder} was empty, and another command has made it anew" in refused(late.flush)
+    assert shard_names(folder) == []
+    write(folder, range(3))
+    assert readable(folder) == {0, 1, 2}
+    assert "another piece bytes (10, now 4096)" in refused(lambda: new_cache(folder))
+
+
+def test_a_shard_that_a_killed_writer_did_not_list_is_content(three):
+    folder, _ = three
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "shards": {}}))
+    assert "another piece bytes" in refused(lambda: create(folder, {**IDENTITY, "piece_bytes": 10}, fill))
+
+
+def test_a_file_in_place_of_a_cache(tmp_path):
+    file = tmp_path / "text.jsonl"
+    file.write_text("{}")
+    assert refused(lambda: Cache(file)) == (
+        f"{file} is a file, and a cache is a folder: name the one that `potstill cache build` made"
+    )
 
 
 def test_a_creation_that_was_killed_half_way(tmp_path):

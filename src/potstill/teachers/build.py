@@ -38,7 +38,7 @@ from potstill.teachers.reading import (
     pieces_of,
 )
 from potstill.teachers.signal import signal_of, uniforms
-from potstill.teachers.store import SHARD_BYTES, Cache, Writer, adopt, create, read_manifest, signal_keys
+from potstill.teachers.store import SHARD_BYTES, Cache, Writer, adopt, begun_cache, create, read_manifest, signal_keys
 from potstill.types import Batch, Example, PotstillError
 
 GROUP_PIECES = 2048  # sorted by length together
@@ -306,8 +306,8 @@ def build(
 ) -> Built:
     """Add to the cache in `folder` every document of `data` that it lacks."""
     begin = time.monotonic()
-    if (folder / MANIFEST).exists():
-        data = as_cached(data, read_manifest(folder))
+    if (begun := begun_cache(folder)) is not None:
+        data = as_cached(data, begun)
     scribe = Scribe(teacher, store, folder, name=name, data=data, shard_seconds=shard_seconds)
     lost, names = adopt(folder)
     if names:
@@ -318,15 +318,14 @@ def build(
     there, total = (0, 0) if streaming else _to_do(cache, data, teacher, key)
     done = unpredictable = 0
     try:
-        with _signals_as_interrupts():
-            for number, batch in enumerate(_batches(pieces_of(data, teacher.tokenizer, key), batch_tokens)):
-                if number % world != rank:
-                    continue
-                missing = [piece for piece, at in zip(batch, cache.find([p.key for p in batch]), strict=True) if at < 0]
-                unpredictable += scribe.add(missing, batch_tokens)
-                done += sum(len(piece.text.encode()) for piece in missing)
-                seconds = time.monotonic() - begin
-                progress(Progress(scribe.documents, scribe.tokens, scribe.bytes, done, total // world, seconds))
+        for number, batch in enumerate(_batches(pieces_of(data, teacher.tokenizer, key), batch_tokens)):
+            if number % world != rank:
+                continue
+            missing = [piece for piece, at in zip(batch, cache.find([p.key for p in batch]), strict=True) if at < 0]
+            unpredictable += scribe.add(missing, batch_tokens)
+            done += sum(len(piece.text.encode()) for piece in missing)
+            seconds = time.monotonic() - begin
+            progress(Progress(scribe.documents, scribe.tokens, scribe.bytes, done, total // world, seconds))
     finally:
         scribe.close()
     return Built(scribe.documents, scribe.tokens, there, unpredictable, time.monotonic() - begin, scribe.rest)
@@ -369,12 +368,14 @@ def _by_tokens(examples: list[Example], batch_tokens: int) -> Iterator[list[Exam
         yield batch
 
 
-@contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """SIGTERM ends a build as Ctrl-C does: with what was computed on disk."""
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a build as Ctrl-C does: with what was computed on disk."""
 
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise Terminated
 
     try:
         before = signal.signal(signal.SIGTERM, interrupt)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,26 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingCol
 from rich.progress import Progress as Bar
 
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
-from potstill.models import load_teacher, load_tokenizer
+from potstill.models import LanguageModel, load_teacher, load_tokenizer
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import checked, load_recipe
-from potstill.teachers.build import Progress, build, ranks
-from potstill.teachers.inspect import Report, coverage, describe, verify
-from potstill.teachers.store import Cache
+from potstill.teachers.build import Progress, Terminated, build, ranks, sigterm_interrupts
+from potstill.teachers.codec import DTYPES, Format
+from potstill.teachers.inspect import Report, coverage, describe, described, signal_in_words, verify
+from potstill.teachers.store import IMPORTED, Cache, begun_cache, form_of, read_manifest
 from potstill.types import PotstillError
 
 RECIPES = (".yaml", ".yml", ".json")
+KINDS_OF: dict[str, tuple[str, ...]] = {  # what a setting is for
+    "k": ("top_k",),
+    "temperatures": ("top_k",),
+    "rest": ("top_k",),
+    "draws": ("sampled",),
+    "seed": ("sampled", "top_k"),
+}
+OPTIONS = {"files": "data", "dataset": "data", "prompt": "prompt-column", "completion": "completion-column"}
 HEAVY_REST = 0.05  # of the mass: worth a word
+SAMPLE = 32  # documents to compute again
 LINE_SECONDS = 30.0  # between two lines of a log file
 
 
@@ -49,40 +61,54 @@ def build_cache(
     device_name: str,
 ) -> None:
     """Build from a recipe's teacher and data, or from a model and `--data`."""
-    config, data, key = (
-        _from_recipe(what, source, teacher, overrides)
-        if what.endswith(RECIPES)
-        else _from_model(what, source, overrides, piece_bytes, dtype, revision, trust_remote_code)
-    )
+    if what.endswith(RECIPES):
+        of_models = {"--piece-bytes": piece_bytes, "--dtype": dtype, "--revision": revision}
+        of_models |= {"--trust-remote-code": trust_remote_code or None}
+        if wrong := [name for name, value in of_models.items() if value is not None]:
+            raise PotstillError(f"{wrong[0]} goes with a model and --data; a recipe has a key for it")
+        config, data, key = _from_recipe(what, source, teacher, overrides)
+    else:
+        if teacher:
+            raise PotstillError(f"--teacher {teacher} goes with a recipe, and {what} is a model: leave it out")
+        config, data, key = _from_model(what, source, overrides, piece_bytes, dtype, revision, trust_remote_code)
     folder = out or (Path(config.cache) if config.cache else None)
     if folder is None:
         raise PotstillError("--out: say where the cache is to be, or give the teacher a cache in the recipe")
-    if config.model is None:
-        raise PotstillError(f"teachers[{teacher}] has no model to run: give it a model beside its cache")
-    kept = checked(
-        StoreConfig, {**config.store.model_dump(), **{k: v for k, v in store.items() if v is not None}}, "store"
-    )
+    there = begun_cache(folder)
+    given = {name: value for name, value in store.items() if value is not None}
+    kept = _settled(config.store, given, there)
     rank, world = ranks()
     device = pick_device(device_name)
     if device.type == "cuda" and world > 1:
         device = torch.device("cuda", rank % torch.cuda.device_count())
     console = console_of()
-    model = load_teacher(config, device, key, key)
-    with _shown(console, rank, world) as show:
-        built = build(
-            model,
-            kept,
-            data,
-            folder,
-            name=config.model,
-            batch_tokens=batch_tokens or (4096 if device.type == "cpu" else 16384),
-            rank=rank,
-            world=world,
-            shard_seconds=shard_seconds,
-            progress=show,
-            say=lambda message: console.print(message, style="yellow", markup=False),
-        )
     who = f"process {rank} of {world}: " if world > 1 else ""
+    if there is not None and kept != checked(StoreConfig, {**config.store.model_dump(), **given}, "store"):
+        console.print(f"{who}going on with what {folder} keeps, {signal_in_words(form_of(there))}", markup=False)
+    try:
+        with sigterm_interrupts(), in_words_of_options(source is not None):
+            config, model = _load(config, there, folder, device, key, teacher)
+            assert config.model is not None
+            with _shown(console, rank, world) as show:
+                built = build(
+                    model,
+                    kept,
+                    data,
+                    folder,
+                    name=config.model,
+                    key="data" if source is None else "--data",
+                    batch_tokens=batch_tokens or (4096 if device.type == "cpu" else 16384),
+                    rank=rank,
+                    world=world,
+                    shard_seconds=shard_seconds,
+                    progress=show,
+                    say=lambda message: console.print(message, style="yellow", markup=False),
+                )
+    except KeyboardInterrupt as stop:
+        console.print(
+            f"{who}stopped: what was computed until now is kept, and the same command goes on from there", markup=False
+        )
+        raise SystemExit(143 if isinstance(stop, Terminated) else 130) from None
     speed = built.tokens / built.seconds if built.seconds else 0.0
     console.print(
         f"{who}{built.documents:,} documents added ({built.tokens:,} tokens, {speed:,.0f} a second); {built.there:,} were there"
@@ -92,13 +118,92 @@ def build_cache(
     if built.rest is not None:
         hint = (
             ""
-            if kept.rest or built.rest < HEAVY_REST
+            if kept.rest or built.rest < HEAVY_REST or 1.0 not in kept.temperatures  # which draws are at
             else "; with --rest 32 forward KL learns what is in it (docs/cache.md)"
         )
         console.print(f"{who}beyond the top {kept.k} lies {built.rest:.1%} of the mass{hint}", markup=False)
     if rank == 0:
         cache = Cache(folder)
+        if any(source.kind == "text" for source in data.sources):
+            size = cache.manifest["piece_bytes"]
+            console.print(
+                f"texts were cut into pieces of at most {size:,} bytes (piece_bytes): students need a data.max_length of about "
+                f"a quarter of that, {-(-size // 4):,}, or more; with less the ends of long pieces are lost to them",
+                markup=False,
+            )
         console.print(f"cache: {folder}, {_sizes(cache)}", markup=False)
+
+
+def _settled(store: StoreConfig, given: Mapping[str, Any], there: Mapping[str, Any] | None) -> StoreConfig:
+    """What to keep: as the options say, else the recipe, else the cache that is there. A recipe's value that is the default
+    says nothing: recipes that were saved spell out all of them."""
+    plain = StoreConfig()
+    wanted = {name: value for name, value in store.model_dump().items() if value != getattr(plain, name)}
+    before = {} if there is None else _settings(form_of(there))
+    kept = checked(StoreConfig, {**before, **wanted, **given}, "store")
+    for name in given:
+        if kept.kind not in KINDS_OF.get(name, (kept.kind,)):
+            raise PotstillError(
+                f"--{name.removesuffix('s') if name == 'temperatures' else name} goes with kind "
+                f"{' and '.join(KINDS_OF[name])}, and this cache is of kind {kept.kind}: leave it out"
+            )
+    if "seed" in given and kept.kind == "top_k" and not kept.rest:
+        raise PotstillError("--seed is that of draws, and a top_k cache without --rest has none: leave it out")
+    return kept
+
+
+def _settings(form: Format) -> dict[str, Any]:
+    """Those of a cache that is there, as a recipe's store has them."""
+    named = {"k": form.k, "temperatures": list(form.temperatures), "rest": form.rest, "draws": form.draws}
+    if form.draws or form.rest:
+        named["seed"] = form.seed
+    return {"kind": form.kind} | {name: value for name, value in named.items() if form.kind in KINDS_OF[name]}
+
+
+def _load(
+    config: TeacherConfig, there: Mapping[str, Any] | None, folder: Path, device: torch.device, key: str, number: int
+) -> tuple[TeacherConfig, LanguageModel]:
+    """The teacher; where the recipe names none, the one that the cache was built with."""
+    say_which = f"add teachers.{number}.model=MODEL to the command"
+    if there is None:
+        if config.model is None:
+            raise PotstillError(f"teachers[{number}] has no model to run: {say_which}")
+        return config, load_teacher(config, device, key, key)
+    known = there["teacher"]
+    if config.dtype == "auto" and known["dtype"] in DTYPES:
+        config = config.model_copy(update={"dtype": known["dtype"]})
+    if config.model is not None:
+        return config, load_teacher(config, device, key, key)
+    if known["weights"] == IMPORTED:
+        raise PotstillError(
+            f"teachers[{number}] has no model to run, and {folder} was imported, to which no model adds: import more, or "
+            f"{say_which} and choose another folder"
+        )
+    config = config.model_copy(update={"model": known["model"], "revision": config.revision or known.get("revision")})
+    try:
+        return config, load_teacher(config, device, key, key)
+    except PotstillError as error:
+        raise PotstillError(
+            f"teachers[{number}] has no model to run, and {known['model']}, with which {folder} was built, cannot be loaded "
+            f"({error}): {say_which}"
+        ) from error
+
+
+@contextmanager
+def in_words_of_options(data: bool) -> Iterator[None]:
+    """Errors about `--data` name the options of the command, not the keys that they become."""
+    try:
+        yield
+    except PotstillError as error:
+        found = re.match(r"--data\.sources\[0\]\.(\w+)", str(error)) if data else None
+        if found is None:
+            raise
+        role = found[1]
+        option = f"--{OPTIONS.get(role, role)}"
+        words = option + str(error)[found.end() :]
+        words = words.replace(f"did you mean {role}: ", f"did you mean {option} ")
+        words = words.replace(f"; set {role} to one of them", f"; name one of them with {option}")
+        raise PotstillError(re.sub(r"(\S+) \(looked in \1\)", r"\1", words)) from error
 
 
 def _sizes(cache: Cache) -> str:
@@ -173,18 +278,31 @@ def _left(now: Progress) -> str:
 
 
 def verify_cache(
-    folder: Path, *, teacher: str | None, sample: int, dtype: str | None, device_name: str, as_json: bool
+    folder: Path, *, teacher: str | None, sample: int | None, dtype: str | None, device_name: str, as_json: bool
 ) -> bool:
     """Print what was found; whether all is well."""
+    for option, given in {"--sample": sample, "--dtype": dtype}.items():
+        if given is not None and teacher is None:
+            raise PotstillError(f"{option} {given} goes with --teacher, which says what to compare with")
+    if sample is not None and sample < 1:
+        raise PotstillError(f"--sample {sample}: choose how many documents to compare, at least 1")
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
-    config = TeacherConfig(model=teacher, **({"dtype": dtype} if dtype else {})) if teacher else None
-    model = load_teacher(config, pick_device(device_name), "--teacher", "--teacher") if config else None
-    with Bar(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bar:
+    model = None
+    if teacher is not None:
+        known = read_manifest(folder)["teacher"]["dtype"]
+        chosen = dtype or (known if known in DTYPES else "auto")
+        config = checked(TeacherConfig, {"model": teacher, "dtype": chosen}, "--teacher")
+        model = load_teacher(config, pick_device(device_name), "--teacher", "--teacher")
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("checking shards", total=None)
-        found: Report = verify(folder, model, sample, lambda done, total: bar.update(task, completed=done, total=total))
+        found: Report = verify(
+            folder, model, sample or SAMPLE, lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    well = not found.damage and not found.mismatch
     if as_json:
-        print(json.dumps(found.numbers | {"damage": found.damage}, ensure_ascii=False))
-        return not found.damage
+        print(json.dumps(found.numbers | {"damage": found.damage, "mismatch": found.mismatch}, ensure_ascii=False))
+        return well
     for name, value in found.numbers.items():
         console.print(
             f"{name.replace('_', ' '):<32} {value:,}"
@@ -193,21 +311,35 @@ def verify_cache(
         )
     for what in found.damage:
         console.print(f"damaged: {what}", style="red", markup=False)
-    console.print(
-        "all is well" if not found.damage else "remove the damaged files, and run the build again", markup=False
-    )
-    return not found.damage
+    for what in found.mismatch:
+        console.print(f"{teacher} is not the cache's teacher: {what}", style="red", markup=False)
+    last = "all is well"
+    if found.damage:
+        last = "remove the damaged files, and run the build again"
+    elif found.mismatch:
+        last = "the cache itself is whole: compare it with the teacher that it is of (`potstill cache info` names it)"
+    console.print(last, markup=False)
+    return well
 
 
-def show_info(folder: Path, source: dict[str, Any] | None, as_json: bool) -> None:
-    cache = Cache(folder)
-    facts = describe(cache)
+def show_info(folder: Path, source: dict[str, Any] | None, as_json: bool) -> bool:
+    """Print what a cache is; whether all of its shards can be read."""
+    damage: list[str] = []
+    cache = Cache(folder, damage)
+    facts: dict[str, Any] = describe(cache) if as_json else described(cache)
     if source is not None:
         data = checked(DataConfig, {"sources": [source]}, "--data")
-        found = coverage(cache, data, load_tokenizer(str(folder / "tokenizer"), str(folder)))
-        facts |= {"coverage": str(found)} | ({"first missing": found.first} if found.missing else {})
+        tokenizer = load_tokenizer(str(folder / "tokenizer"), str(folder))
+        with in_words_of_options(True):
+            found = coverage(cache, data, tokenizer, key="--data")
+        facts |= {"coverage": asdict(found)} if as_json else {"coverage": str(found)}
+        if found.missing and not as_json:
+            facts["first missing"] = found.first
     if as_json:
-        print(json.dumps(facts, ensure_ascii=False))
-        return
+        print(json.dumps(facts | {"damage": damage}, ensure_ascii=False))
+        return not damage
     for name, value in facts.items():
         console_of().print(f"{name:<18} {value}", markup=False)
+    for what in damage:
+        console_of().print(f"damaged: {what}", style="red", markup=False)
+    return not damage

@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from potstill.data import Piece
 from potstill.data.examples import text_key
-from potstill.files import MANIFEST, UNFINISHED, could_not_write
+from potstill.files import UNFINISHED, could_not_write
 from potstill.models import load_tokenizer
 from potstill.teachers.codec import LARGEST_VOCABULARY, STEPS_PER_NAT, Format, encode, to_bytes
 from potstill.teachers.foreign import Record, maxtext_records, parquet_records
 from potstill.teachers.reading import TeacherText, template_fingerprint, tokenizer_fingerprint
-from potstill.teachers.store import SHARD_BYTES, Cache, Writer, create, read_manifest, signal_keys
+from potstill.teachers.store import IMPORTED, SHARD_BYTES, Cache, Writer, begun_cache, create, signal_keys
 from potstill.types import Example, PotstillError
 
 Layout = Literal["maxtext", "parquet"]
@@ -156,19 +156,18 @@ def _start(out: Path, words: _Words, kind: _Kind, layout: str, teacher_name: str
     identity = {
         "kind": "top_k",
         "signal": signal_keys(kind.form),
-        "teacher": {"model": teacher_name, "weights": "imported", "dtype": "unknown"},
+        "teacher": {"model": teacher_name, "weights": IMPORTED, "dtype": "unknown"},
         "tokenizer": tokenizer_fingerprint(words.tokenizer),
         "chat": {"template": template_fingerprint(words.tokenizer), "kwargs": {}},
         "piece_bytes": NOT_CUT,
         "imported": {"layout": layout, "values": kind.values, "rest": kind.rest_known},
     }
-    if (out / MANIFEST).exists():
-        there = read_manifest(out)
-        if "imported" not in there or there["teacher"]["model"] != teacher_name:
-            raise PotstillError(
-                f"{out} is a cache of {there['teacher']['model']}, and what is imported is of {teacher_name}: choose another "
-                "folder (--out)"
-            )
+    there = begun_cache(out)
+    if there is not None and ("imported" not in there or there["teacher"]["model"] != teacher_name):
+        raise PotstillError(
+            f"{out} is a cache of {there['teacher']['model']}, and what is imported is of {teacher_name}: choose another "
+            "folder (--out)"
+        )
     create(out, identity, lambda folder: words.tokenizer.save_pretrained(folder / "tokenizer"))
 
 

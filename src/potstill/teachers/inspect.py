@@ -16,19 +16,27 @@ from potstill.config import DataConfig
 from potstill.data import collate
 from potstill.files import checksums_differ
 from potstill.models import LanguageModel
-from potstill.teachers.codec import Document, read_chosen, read_hidden, read_rest, read_sampled, read_top_k
-from potstill.teachers.reading import pieces_of, weights_fingerprint
+from potstill.teachers.codec import Document, Format, read_chosen, read_hidden, read_rest, read_sampled, read_top_k
+from potstill.teachers.reading import dtype_name, pieces_of, tokenizer_fingerprint, weights_fingerprint
 from potstill.teachers.shard import Shard, whole
 from potstill.teachers.signal import signal_of, uniforms
-from potstill.teachers.store import Cache
+from potstill.teachers.store import IMPORTED, Cache
 from potstill.types import Example, PotstillError
 
 AT_ONCE = 4096
+RESTS = {
+    "known": "rest known: the mass beyond the top k",
+    "partial": "rest partial: the mass of the files' other entries; that of all the others is taken to be none",
+    "none": "rest none: the mass beyond the top k is not known, and is taken to be none",
+}
 NO_MASS = -64.0  # a log-probability that stands for all that are smaller
 # What a document computed again may differ by, on the mean of its rows: more is another teacher, or damage. Sums come out
 # in another order, and a short float has few digits. Of top_k and chosen nats; of sampled a share of the draws; of hidden
 # relative to the largest number of a row.
 MOST = {"top_k": 0.05, "chosen": 0.05, "sampled": 0.1, "hidden": 0.01}
+COMMON = (
+    0.5  # of an import's entries: the same teacher's are nearly all the same ids, and its probabilities may be small
+)
 MOST_SHORT = {"top_k": 0.3, "chosen": 0.3, "sampled": 0.5, "hidden": 0.1}  # of bfloat16 and float16
 
 
@@ -43,13 +51,13 @@ class Coverage:
 
 
 def coverage(
-    cache: Cache, data: DataConfig, tokenizer: Any, progress: Callable[[int], None] = lambda _: None
+    cache: Cache, data: DataConfig, tokenizer: Any, progress: Callable[[int], None] = lambda _: None, key: str = "data"
 ) -> Coverage:
     """How many documents of a data set the cache has."""
     documents = missing = 0
     first = ""
     data = data.model_copy(update={"piece_bytes": cache.manifest["piece_bytes"]})
-    pieces = pieces_of(data, tokenizer)
+    pieces = pieces_of(data, tokenizer, key)
     while some := list(islice(pieces, AT_ONCE)):
         found = cache.find([piece.key for piece in some])
         lacking = [piece for piece, at in zip(some, found, strict=True) if at < 0]
@@ -60,8 +68,46 @@ def coverage(
 
 
 def describe(cache: Cache) -> dict[str, Any]:
-    """The facts of a cache, for people."""
-    manifest, form = cache.manifest, cache.form
+    """The facts of a cache, for programs."""
+    manifest = cache.manifest
+    return {
+        "kind": cache.form.kind,
+        "signal": manifest["signal"],
+        "teacher": manifest["teacher"],
+        "imported": manifest.get("imported"),
+        "tokenizer": manifest["tokenizer"],
+        "chat template": manifest["chat"]["template"],
+        "piece bytes": manifest["piece_bytes"],
+        "documents": len(cache),
+        "tokens": cache.tokens,
+        "shards": len(cache.shards),
+        "bytes": cache.size,
+        "bytes a token": cache.size / max(1, cache.tokens),
+    }
+
+
+def described(cache: Cache) -> dict[str, str]:
+    """The same, for people."""
+    facts, form = describe(cache), cache.form
+    teacher, imported = facts["teacher"], facts["imported"]
+    lines = {
+        "signal": signal_in_words(form),
+        "teacher": f"{teacher['model']}, {teacher['dtype']}, weights {teacher['weights']}",
+        "vocabulary": f"{form.vocabulary:,} ids, {form.id_bits} bits each",
+        "tokenizer": facts["tokenizer"],
+        "chat template": facts["chat template"] or "none",
+        "pieces": f"at most {facts['piece bytes']:,} bytes of text",
+        "documents": f"{facts['documents']:,}",
+        "tokens": f"{facts['tokens']:,}",
+        "size": f"{facts['bytes'] / 2**20:,.1f} MB in {facts['shards']:,} shards",
+        "bytes a token": f"{facts['bytes a token']:.1f}",
+    }
+    if imported:
+        lines["imported"] = f"from {imported['layout']} files of {imported['values']}; {RESTS[imported['rest']]}"
+    return lines
+
+
+def signal_in_words(form: Format) -> str:
     temperatures = ", ".join(f"{t:g}" for t in form.temperatures)
     signals = {
         "top_k": f"top {form.k} and the rest, at temperatures {temperatures}"
@@ -70,25 +116,14 @@ def describe(cache: Cache) -> dict[str, Any]:
         "hidden": f"hidden states of width {form.width} in {form.dtype}, and the head",
         "chosen": "log-probabilities of the text's own tokens",
     }
-    teacher = manifest["teacher"]
-    return {
-        "signal": f"{form.kind}: {signals[form.kind]}",
-        "teacher": f"{teacher['model']}, {teacher['dtype']}, weights {teacher['weights']}",
-        "vocabulary": f"{form.vocabulary:,} ids, {form.id_bits} bits each",
-        "tokenizer": manifest["tokenizer"],
-        "chat template": manifest["chat"]["template"] or "none",
-        "pieces": f"at most {manifest['piece_bytes']:,} bytes of text",
-        "documents": f"{len(cache):,}",
-        "tokens": f"{cache.tokens:,}",
-        "size": f"{cache.size / 2**20:,.1f} MB in {len(cache.shards):,} shards",
-        "bytes a token": f"{cache.size / max(1, cache.tokens):.1f}",
-    }
+    return f"{form.kind}: {signals[form.kind]}"
 
 
 @dataclass
 class Report:
     numbers: dict[str, int | float] = field(default_factory=dict)
     damage: list[str] = field(default_factory=list)
+    mismatch: list[str] = field(default_factory=list)  # how the teacher it was compared with is not that of the cache
 
 
 def verify(
@@ -112,10 +147,35 @@ def verify(
     report.numbers |= {"documents": len(cache), "tokens": cache.tokens, "shards": len(cache.shards)}
     report.numbers |= {"written_twice": duplicates, "largest_error_of_mass": worst}
     if teacher is not None and not report.damage:
-        if weights_fingerprint(teacher) != cache.manifest["teacher"]["weights"]:
-            report.damage.append(f"the teacher is not the one of the cache ({cache.manifest['teacher']['model']})")
-        _recompute(cache, teacher, sample, progress, report)
+        report.mismatch, comparable = _other_teacher(cache, teacher)
+        if comparable:
+            _recompute(cache, teacher, sample, progress, report)
     return report
+
+
+def _other_teacher(cache: Cache, teacher: LanguageModel) -> tuple[list[str], bool]:
+    """How a teacher is not the one that a cache is of, and whether the numbers of the two can be compared all the same."""
+    known, form = cache.manifest["teacher"], cache.form
+    name = known["model"]
+    if tokenizer_fingerprint(teacher.tokenizer) != cache.manifest["tokenizer"]:
+        return [f"it has another tokenizer than the cache's, {name}"], False
+    embeddings, head = teacher.model.get_input_embeddings().weight, teacher.model.get_output_embeddings().weight
+    rows = min(len(embeddings), len(head))
+    if rows < form.vocabulary:
+        return [f"it has {rows:,} ids and the cache's, {name}, has {form.vocabulary:,}"], False
+    if form.kind == "hidden" and head.shape[1] != form.width:
+        return [f"its hidden states are {head.shape[1]} wide and those of the cache's, {name}, are {form.width}"], False
+    longest = max((int(shard.tokens.max(initial=0)) for shard in cache.shards), default=0)
+    if teacher.positions is not None and teacher.positions < longest:
+        return [f"it reads {teacher.positions:,} tokens and the cache's, {name}, has read {longest:,} at once"], False
+    if known["weights"] == IMPORTED:
+        return [], True  # what is not known of it, the numbers tell
+    dtype = dtype_name(teacher.model.dtype)
+    if dtype != known["dtype"]:  # rounded weights have another fingerprint too
+        return [f"its dtype is {dtype} and that of the cache's, {name}, was {known['dtype']}"], True
+    if weights_fingerprint(teacher) != known["weights"]:
+        return [f"its weights are not those of the cache's, {name}"], True
+    return [], True
 
 
 def _check_shard(cache: Cache, shard: Shard, report: Report) -> float:
@@ -187,20 +247,23 @@ def _recompute(
 ) -> None:
     """Differences between what is stored and what the teacher says now, over documents spread through the cache."""
     kind = cache.form.kind
-    short = cache.manifest["teacher"]["dtype"] in ("bfloat16", "float16")
+    short = cache.manifest["teacher"]["dtype"] not in ("float32", "float64")  # of an import it is not known
+    imported = cache.manifest.get("imported")
     most = (MOST_SHORT if short else MOST)[kind]
     count = min(sample, len(cache))
     places = np.unique(np.linspace(0, max(0, len(cache) - 1), count).astype(np.int64))
-    differences, wrong = [np.zeros(0)], []
+    differences, wrong, shares = [np.zeros(0)], [], list[float]()
     for number, at in enumerate(places if len(cache) else ()):
         progress(number, len(places))
         document = cache.document(int(at))
         if not document.predicted.any():
             continue
         key = "".join(f"{int(word):016x}" for word in cache.keys()[at])
-        found = _difference(document, key, teacher)
+        unknown = imported is not None and imported["rest"] != "known"
+        found, common = _difference(document, key, teacher, unknown)
+        shares.append(common)
         differences.append(found)
-        if not found.mean() <= most:
+        if not found.mean() <= most or (imported is not None and common < COMMON):
             wrong.append(key)
     values = np.concatenate(differences)
     name = {"hidden": "difference_of_hidden_states", "sampled": "share_of_draws_that_differ"}.get(
@@ -211,14 +274,25 @@ def _recompute(
         f"largest_{name}": float(values.max(initial=0)),
         f"mean_{name}": float(values.sum() / max(1, values.size)),
     }
-    if wrong:
-        report.damage.append(
-            f"{len(wrong)} of {len(differences) - 1} documents are not what the teacher says now: they differ by more than "
-            f"{most:g} (the first is {wrong[0]})"
-        )
+    report.numbers |= {"documents_that_differ": len(wrong)}
+    if imported is not None:
+        report.numbers |= {"share_of_entries_in_common": sum(shares) / max(1, len(shares))}
+    what = (
+        f"{len(wrong)} of {len(differences) - 1} documents are not what the teacher says now: they differ by more than "
+        f"{most:g} (the first is {wrong[0] if wrong else ''})"
+    )
+    if wrong and imported is not None:
+        what = what.replace("(the first", f"or have less than {COMMON:.0%} of their entries in common (the first")
+        report.mismatch.append(f"{what}; or what was imported was taken for something else (--values, --predicts)")
+    elif wrong and not report.mismatch:
+        report.damage.append(what)
 
 
-def _difference(document: Document, key: str, teacher: LanguageModel) -> npt.NDArray[Any]:
+def _difference(
+    document: Document, key: str, teacher: LanguageModel, of_entries: bool
+) -> tuple[npt.NDArray[Any], float]:
+    """By how much each row differs, and of top_k the share of entries that are the same ids. `of_entries`: the mass beyond
+    them is not known, so they are compared as all there is."""
     form = document.form
     ids = document.tokens.astype(np.int32)
     example = Example(key, "", ids, document.predicted, 0)
@@ -233,14 +307,17 @@ def _difference(document: Document, key: str, teacher: LanguageModel) -> npt.NDA
         exact = now["logprobs"] / form.temperatures[0]
         exact = exact - np.logaddexp.reduce(exact, -1)[:, None] - np.logaddexp(0, now["odds"][:, :1])
         exact = _at_ids(stored_ids, now["ids"], np.maximum(exact, NO_MASS), form.vocabulary)
+        if of_entries:
+            stored, exact = (x - np.logaddexp.reduce(x, -1, keepdims=True) for x in (stored, exact))
         difference: npt.NDArray[Any] = (np.abs(stored - exact) * np.exp(np.maximum(stored, exact))).sum(-1)
-        return difference
+        row = np.arange(len(stored_ids), dtype=np.int64)[:, None] * form.vocabulary
+        return difference, float(np.isin(row + stored_ids, row + now["ids"]).mean())
     if form.kind == "sampled":
         stored_ids, shares, _ = read_sampled(chosen)
         stored_draws = np.repeat(stored_ids, np.rint(shares * form.draws).astype(np.int64).ravel()).reshape(
             -1, form.draws
         )
-        return share_that_differs(stored_draws, now["draws"], form.vocabulary)
+        return share_that_differs(stored_draws, now["draws"], form.vocabulary), 1.0
     if form.kind == "hidden":
         stored_states = torch.from_numpy(read_hidden(chosen).copy())
         live = torch.from_numpy(now["hidden"])
@@ -248,9 +325,9 @@ def _difference(document: Document, key: str, teacher: LanguageModel) -> npt.NDA
             stored_states, live = stored_states.view(torch.bfloat16), live.view(torch.bfloat16)
         stored_states, live = stored_states.float(), live.float()
         largest = live.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
-        return ((stored_states - live).abs().amax(-1) / largest).numpy()
+        return ((stored_states - live).abs().amax(-1) / largest).numpy(), 1.0
     difference = np.abs(read_chosen(chosen) - now["chosen"])
-    return difference
+    return difference, 1.0
 
 
 def share_that_differs(one: npt.NDArray[Any], other: npt.NDArray[Any], vocabulary: int) -> npt.NDArray[np.float64]:

@@ -38,6 +38,7 @@ from potstill.teachers.shard import Shard, checksum, damaged, open_shard, shard_
 from potstill.types import PotstillError
 
 FORMAT, VERSION = "potstill cache", 2
+IMPORTED = "imported"  # in place of the fingerprint of weights that potstill never saw
 SHARD_BYTES = 128 * 2**20
 IDENTITY = ("format", "version", "kind", "signal", "teacher", "tokenizer", "chat", "piece_bytes")  # alike in all shards
 
@@ -163,6 +164,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise PotstillError(
             f"{folder} is not a cache: it has no {MANIFEST}. `potstill cache build` makes one"
         ) from None
+    except NotADirectoryError:
+        raise PotstillError(
+            f"{folder} is a file, and a cache is a folder: name the one that `potstill cache build` made"
+        ) from None
     except (OSError, ValueError) as error:
         raise PotstillError(f"{folder / MANIFEST} cannot be read ({error})") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -242,20 +247,30 @@ class Writer:
         self.waiting, self.size = {}, 0
         with locked(self.folder):
             manifest = read_manifest(self.folder)
+            if identity_of(manifest) != self.identity:
+                (self.folder / name).unlink()
+                raise PotstillError(
+                    f"{self.folder} was empty, and another command has made it anew with other settings: choose another folder"
+                )
             manifest["shards"][name] = {"documents": len(keys), "tokens": int(tokens.sum())}
             _write_manifest(self.folder, manifest)
         return len(content)
 
 
 def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
-    """Make the cache, or check that the one that is there is of the same teacher, text and signal. `fill(folder)` writes
-    what stands beside the shards; again, where some of it is missing or damaged."""
+    """Make the cache, or check that the one that is there is of the same teacher, text and signal; one that a failed command
+    left empty is made anew. `fill(folder)` writes what stands beside the shards; again, where it is missing or damaged."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             begun = folder / f"{UNFINISHED}cache"  # what a killed process left here is ours to write again
-            if (folder / MANIFEST).exists():
-                manifest = read_manifest(folder)
+            manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
+            if manifest is not None and _differing(manifest, identity) and is_empty(folder, manifest):
+                begun.touch()
+                for name in (MANIFEST, *manifest["files"]):
+                    (folder / name).unlink(missing_ok=True)
+                manifest = None
+            if manifest is not None:
                 _check_same(folder, manifest, identity)
                 begun.unlink(missing_ok=True)
                 if checksums_differ(folder, manifest["files"]):
@@ -298,16 +313,45 @@ def _refill(folder: Path, manifest: dict[str, Any], fill: Any) -> None:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _check_same(folder: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    for key in identity:
-        there, here = manifest[key], identity[key]
+def is_empty(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether nothing was ever written to a cache: its settings bind nobody."""
+    return not manifest["shards"] and not shard_names(folder)
+
+
+def begun_cache(folder: Path) -> dict[str, Any] | None:
+    """The manifest of the cache in a folder, to which a build adds; None where there is none, or an empty one."""
+    if not (folder / MANIFEST).exists():
+        return None
+    manifest = read_manifest(folder)
+    return None if is_empty(folder, manifest) else manifest
+
+
+def _differing(manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs of two caches: there, and here."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key, here in identity.items():
+        there: Any = manifest.get(key)
         if key == "teacher":  # what it is called does not matter
             there, here = ({k: teacher[k] for k in ("weights", "dtype")} for teacher in (there, here))
         if there != here:
-            raise PotstillError(
-                f"{folder} is a cache with another {key.replace('_', ' ')} ({json.dumps(there, ensure_ascii=False)}; now "
-                f"{json.dumps(here, ensure_ascii=False)}): choose another folder"
-            )
+            found[key] = (there, here)
+    return found
+
+
+def _check_same(folder: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    for key, (there, here) in _differing(manifest, identity).items():
+        if isinstance(there, dict) and isinstance(here, dict):
+            parts = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+            what = "; ".join(f"{name} {_shown(there.get(name))}, now {_shown(here.get(name))}" for name in parts)
+        else:
+            what = f"{_shown(there)}, now {_shown(here)}"
+        raise PotstillError(
+            f"{folder} is a cache with another {key.replace('_', ' ')} ({what}): choose another folder, or its settings"
+        )
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def adopt(folder: Path) -> tuple[int, list[str]]:
