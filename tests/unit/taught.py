@@ -7,9 +7,10 @@ from typing import Any
 
 from tiny_models import write_jsonl
 
-from potstill.config import DataConfig, LossConfig
+from potstill.config import DataConfig, LossConfig, StoreConfig
 from potstill.data import Windows
 from potstill.models import LanguageModel
+from potstill.teachers.build import build
 from potstill.teachers.weighing import ask
 from potstill.training.student import LossKnobs, StudentLoss
 
@@ -82,3 +83,17 @@ def answers(teacher, batches):
 def targets_of(teacher, batches):
     """The same without weights, of a teacher that is heard at every row."""
     return [target for ((_, target),) in answers(teacher, batches)]
+
+
+def builder(teacher, data, tmp_path_factory):
+    """Caches of all the data, each built once."""
+    made: dict[str, Path] = {}
+
+    def get(**store: Any) -> Path:
+        name = "-".join(str(value) for value in store.values())
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("caches") / name
+            build(teacher, StoreConfig(**store), data, made[name], name="tiny", batch_tokens=256)
+        return made[name]
+
+    return get

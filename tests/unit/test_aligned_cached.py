@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from taught import KD, answers, batches_of, data_of, relative, sentence, step, write_files
+from taught import KD, answers, batches_of, builder, data_of, relative, sentence, step, write_files
 from tiny import CPU, LLAMA, batch_of
 from tiny_models import make_model, write_jsonl
 
@@ -53,16 +53,7 @@ def student(teacher: LanguageModel) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def built(teacher: LanguageModel, data: DataConfig, tmp_path_factory: pytest.TempPathFactory):
-    made: dict[str, Path] = {}
-
-    def get(**store: Any) -> Path:
-        name = "-".join(str(value) for value in store.values())
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("caches") / name
-            build(teacher, StoreConfig(**store), data, made[name], name="tiny", batch_tokens=256)
-        return made[name]
-
-    return get
+    return builder(teacher, data, tmp_path_factory)
 
 
 def opened(student: LanguageModel, data: DataConfig, config: dict[str, Any], **loss: Any):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from taught import KD, batches_of, data_of, relative, sentence, step, targets_of, write_files
+from taught import KD, batches_of, builder, data_of, relative, sentence, step, targets_of, write_files
 from tiny import CPU, tiny
 from tiny_models import TOKENIZER, make_model, write_jsonl
 
@@ -29,13 +29,13 @@ from potstill.data import Windows, collate
 from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_teacher, shared_ids
 from potstill.teachers.build import Scribe, build, format_of
-from potstill.teachers.cached import CachedTeacher, load_head
+from potstill.teachers.cached import CachedTeacher
 from potstill.teachers.codec import read_sampled, read_top_k
 from potstill.teachers.inspect import coverage, verify
 from potstill.teachers.live import LiveTeacher
 from potstill.teachers.reading import pieces_of, weights_fingerprint
 from potstill.teachers.several import as_teachers_need, open_teachers, prepared
-from potstill.teachers.shelf import Shelf
+from potstill.teachers.shelf import Shelf, load_head
 from potstill.teachers.store import Cache, Writer
 from potstill.training.student import LossKnobs
 from potstill.types import DenseTarget, PotstillError
@@ -60,17 +60,7 @@ def data(files: Path) -> DataConfig:
 
 @pytest.fixture(scope="module")
 def built(teacher: LanguageModel, data: DataConfig, tmp_path_factory: pytest.TempPathFactory):
-    """Caches of all the data, each built once."""
-    made: dict[str, Path] = {}
-
-    def get(**store: Any) -> Path:
-        name = "-".join(str(value) for value in store.values())
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("caches") / name
-            build(teacher, StoreConfig(**store), data, made[name], name="tiny", batch_tokens=256)
-        return made[name]
-
-    return get
+    return builder(teacher, data, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

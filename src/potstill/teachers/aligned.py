@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from potstill.data import Piece, collate
 from potstill.losses import label_logprobs
 from potstill.models import LanguageModel
 from potstill.sections import fixed_value
-from potstill.teachers.cached import hidden_rows, load_head
+from potstill.teachers.cached import hidden_rows
 from potstill.teachers.codec import Chosen, Document, Format, read_chosen, read_top_k
 from potstill.teachers.pairing import Aligned, Pairing, align_rows
 from potstill.teachers.reading import TeacherText, piece_of
@@ -69,21 +70,27 @@ _NOTHING = Example("", "", np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.boo
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A teacher's own batch, and the positions in it that predict what is asked for: the tokens of the method `spelled`, or the
-    chunks' first tokens and then their others."""
+class Found:
+    """A batch aligned, and what is said of it."""
 
-    batch: Batch
     found: Aligned | Spelled
-    positions: Tensor  # int64
 
     @property
     def counts(self) -> Mapping[str, int]:
         return self.found.counts
 
     @property
-    def known(self) -> Any:
+    def known(self) -> npt.NDArray[np.bool_] | None:
         return self.found.known
+
+
+@dataclass(frozen=True)
+class Asked(Found):
+    """A teacher's own batch, and the positions in it that predict what is asked for: the tokens of the method `spelled`, or the
+    chunks' first tokens and then their others."""
+
+    batch: Batch
+    positions: Tensor  # int64
 
 
 class AlignedTeacher:
@@ -123,7 +130,7 @@ class AlignedTeacher:
             first = found.document * width + found.begin - 1
             inner = found.document[found.inner_owner] * width + found.inner - 1
             positions = np.concatenate([first, inner])
-        return Asked(theirs, found, torch.from_numpy(positions))
+        return Asked(found, theirs, torch.from_numpy(positions))
 
     def complete(self, batch: Batch, prepared: Asked) -> Asked:
         return prepared
@@ -143,22 +150,13 @@ class AlignedTeacher:
 
 
 @dataclass(frozen=True)
-class Decoded:
+class Decoded(Found):
     """A batch with what a cache holds about it, on the host."""
 
-    found: Aligned | Spelled
     hidden: Tensor | None = None  # of kind hidden, in the order of `Asked.positions`
     start: TopKTarget | None = None  # of kind top_k: at the chunks' first tokens, or, spelled, at the rows
     logprob: Tensor | None = None  # [C]
     inner: Tensor | None = None  # [C]
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        return self.found.counts
-
-    @property
-    def known(self) -> Any:
-        return self.found.known
 
 
 class AlignedCached:
@@ -173,7 +171,6 @@ class AlignedCached:
         self.form = shelf.cache.form
         self._pairing, self._speller = pairing.opened(), Speller(pairing)
         self._temperature = temperature
-        self._head: dict[torch.device, DenseTarget] = {}
 
     def lacks(self, batch: Batch) -> Sequence[int]:
         return self.shelf.lacks(batch)
@@ -223,7 +220,10 @@ class AlignedCached:
         assert prepared is not None
         device, found = batch.input_ids.device, prepared.found
         if prepared.hidden is not None:
-            head = replace(self._head_on(device), hidden=prepared.hidden.to(device, non_blocking=True))
+            head = replace(
+                self.shelf.head(device, len(self._pairing.teacher)),
+                hidden=prepared.hidden.to(device, non_blocking=True),
+            )
             if isinstance(found, Spelled):
                 return self._speller.dense(found, head, device, self._temperature)
             assert head.hidden is not None
@@ -248,11 +248,6 @@ class AlignedCached:
 
     def close(self) -> None:
         self.shelf.close()
-
-    def _head_on(self, device: torch.device) -> DenseTarget:
-        if device not in self._head:
-            self._head[device] = load_head(self.shelf.cache.folder, len(self._pairing.teacher)).to(device)
-        return self._head[device]
 
 
 def _as_read(document: Document, example: Example) -> Example:

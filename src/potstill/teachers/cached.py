@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from ast import literal_eval
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors
 import torch
 from torch import Tensor
 
@@ -38,7 +35,6 @@ class CachedTeacher:
         self.shelf = shelf
         self.form = shelf.cache.form
         self._temperature = temperature
-        self._head: dict[torch.device, DenseTarget] = {}
 
     def lacks(self, batch: Batch) -> Sequence[int]:
         return self.shelf.lacks(batch)
@@ -62,7 +58,7 @@ class CachedTeacher:
         device = batch.input_ids.device
         if isinstance(prepared, DenseTarget):
             assert prepared.hidden is not None
-            return replace(self._head_on(device), hidden=prepared.hidden.to(device, non_blocking=True))
+            return replace(self.shelf.head(device, self.width), hidden=prepared.hidden.to(device, non_blocking=True))
         moved: Any = prepared.to(device)
         if isinstance(moved, TopKTarget) and moved.rest is not None:
             moved = replace(moved, rest=moved.rest.long())
@@ -84,11 +80,6 @@ class CachedTeacher:
             rest, entropy = map(torch.from_numpy, read_rest(chosen))
             target = replace(target, rest=rest, rest_entropy=entropy)
         return target
-
-    def _head_on(self, device: torch.device) -> DenseTarget:
-        if device not in self._head:
-            self._head[device] = load_head(self.shelf.cache.folder, self.width).to(device)
-        return self._head[device]
 
 
 def hidden_rows(chosen: Chosen) -> Tensor:
@@ -122,19 +113,6 @@ def _rows(document: Document, example: Example) -> npt.NDArray[np.int64]:
         raise PotstillError(f"{example.source} ({example.key}): the cache does not hold all of its supervised tokens")
     rows: npt.NDArray[np.int64] = np.cumsum(document.predicted)[wanted] - 1
     return rows
-
-
-def load_head(folder: Path, width: int | None = None) -> DenseTarget:
-    try:
-        with safetensors.safe_open(folder / "head.safetensors", "pt") as file:
-            numbers = {key: literal_eval(value) for key, value in (file.metadata() or {}).items()}
-            bias: Tensor | None = file.get_tensor("bias") if "bias" in file.keys() else None  # noqa: SIM118
-            weight = file.get_tensor("weight")
-    except (OSError, safetensors.SafetensorError) as error:
-        raise PotstillError(
-            f"cannot read {folder / 'head.safetensors'} ({error}): run `potstill cache build` again, which writes it anew"
-        ) from error
-    return DenseTarget(weight=weight[:width], bias=None if bias is None else bias[:width], **numbers)
 
 
 def check_cache(
@@ -200,9 +178,10 @@ def check_loss(form: Format, loss: LossConfig, where: str) -> float:
         what, wanted = (
             ("moves over the run", "…") if temperature is None else (f"is {temperature:g}", f"{temperature:g}")
         )
+        has = "'s draws are at temperature" if form.kind == "sampled" else " knows the mass of what it left out at"
         raise PotstillError(
-            f"{where}: loss.temperature {what}, and the cache knows the mass of what it left out at {known} only: build one "
-            f"with --temperature {wanted} (top_k), or of kind hidden, which serves all of them"
+            f"{where}: loss.temperature {what}, and the cache{has} {known} only: build one with --temperature {wanted} (top_k), "
+            "or of kind hidden, which serves all of them"
         )
     if form.kind == "sampled" and (loss.divergence != "forward_kl" or loss.entropy_gate is not None):
         what = (

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
+import torch
+from torch import Tensor
 
 from potstill.config import DataConfig
 from potstill.data import Piece
@@ -15,7 +20,7 @@ from potstill.teachers.codec import Document, blank, from_bytes
 from potstill.teachers.inspect import coverage
 from potstill.teachers.reading import piece_of
 from potstill.teachers.store import Cache
-from potstill.types import Batch, Example, PotstillError
+from potstill.types import Batch, DenseTarget, Example, PotstillError
 
 
 class Shelf:
@@ -36,6 +41,13 @@ class Shelf:
         self._scribe = scribe
         self._data = data
         self._piece = piece
+        self._heads: dict[tuple[torch.device, int], DenseTarget] = {}
+
+    def head(self, device: torch.device, width: int) -> DenseTarget:
+        """The teacher's own, over so many ids; of a cache of hidden states."""
+        if (device, width) not in self._heads:
+            self._heads[device, width] = load_head(self.cache.folder, width).to(device)
+        return self._heads[device, width]
 
     def lacks(self, batch: Batch) -> Sequence[int]:
         if not self._skip:
@@ -102,3 +114,16 @@ class Shelf:
             f"the cache {self.cache.folder} has no document {named}{counted}: add what is missing with `potstill cache build "
             f"RECIPE --out {self.cache.folder}`, or leave it out with on_missing: skip"
         )
+
+
+def load_head(folder: Path, width: int | None = None) -> DenseTarget:
+    try:
+        with safetensors.safe_open(folder / "head.safetensors", "pt") as file:
+            numbers = {key: literal_eval(value) for key, value in (file.metadata() or {}).items()}
+            bias: Tensor | None = file.get_tensor("bias") if "bias" in file.keys() else None  # noqa: SIM118
+            weight = file.get_tensor("weight")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise PotstillError(
+            f"cannot read {folder / 'head.safetensors'} ({error}): run `potstill cache build` again, which writes it anew"
+        ) from error
+    return DenseTarget(weight=weight[:width], bias=None if bias is None else bias[:width], **numbers)
