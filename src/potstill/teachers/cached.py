@@ -180,8 +180,8 @@ def check_loss(form: Format, loss: LossConfig, where: str) -> float:
         )
         has = "'s draws are at temperature" if form.kind == "sampled" else " knows the mass of what it left out at"
         raise PotstillError(
-            f"{where}: loss.temperature {what}, and the cache{has} {known} only: build one with --temperature {wanted} (top_k), "
-            "or of kind hidden, which serves all of them"
+            f"{where}: loss.temperature {what}, and the cache{has} {known} only: build one with --temperature {wanted} "
+            "(top_k), or of kind hidden, which serves all of them"
         )
     if form.kind == "sampled" and (loss.divergence != "forward_kl" or loss.entropy_gate is not None):
         what = (
