@@ -179,7 +179,7 @@ def test_a_teacher_with_another_tokenizer_of_the_same_size(command: Command, run
     said = command("train", runs.file("run"), f"teachers.0.model={swapped}")
     assert said.code == 0, said
     assert "teachers[0]: the teacher's tokenizer is not the student's: id 700 is " in said.out
-    assert "Texts are aligned by bytes, method shared" in said.out
+    assert "Texts are aligned by bytes, method spelled" in said.out
     chunked = [f"teachers.0.model={swapped}", "teachers.0.across.method=chunk", "loss.temperature=2"]
     said = command("train", runs.file("other"), *chunked)
     assert_refused(said, "teachers[0]: the teacher has another tokenizer and loss.temperature is 2; the method chunk ")

@@ -307,6 +307,7 @@ def test_a_build_that_is_told_to_stop_keeps_what_it_has(
     code: int,
 ) -> None:
     """In the middle: it says so in a line, and the documents computed until then are there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it without one
     write, done = Scribe.write, []
 
     def stopped(self: Scribe, examples: list[Any]) -> None:
@@ -325,6 +326,7 @@ def test_a_build_that_is_told_to_stop_keeps_what_it_has(
     monkeypatch.setattr(Scribe, "write", write)
     out = build(command, cache, tiny_teacher, tiny_text, "--batch-tokens", 96)
     assert f"{60 - len(done)} documents added" in out and f"{len(done)} were there" in out
+    signal.signal(signal.SIGINT, before)
 
 
 def test_what_is_missing_is_added_as_the_error_says(command: Command, runs: TinyRuns, cache: Path) -> None:
