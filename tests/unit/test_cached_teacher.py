@@ -591,7 +591,7 @@ def test_two_caches_with_other_pieces_are_told_apart(built, teacher, student, fi
     [
         (TWO, {"temperature": 3.0}, r"loss.temperature is 3, .* at 1, 2 only: .* --temperature 3"),
         (TWO, {"temperature": {"start": 2.0, "end": 1.0}}, r"loss.temperature moves over the run, and the cache knows"),
-        ({"kind": "sampled"}, {"temperature": 2.0}, r"loss.temperature is 2, .* at 1 only"),
+        ({"kind": "sampled"}, {"temperature": 2.0}, r"loss.temperature is 2, .* draws are at temperature 1 only"),
         (
             {"kind": "sampled"},
             {"divergence": "reverse_kl"},
