@@ -18,7 +18,7 @@ from potstill.losses.vocab_parallel import Columns
 from potstill.types import DenseTarget, Spelling
 
 UNLIKELY = 20.0  # nats below the likeliest: an id of the student's that no token of the teacher's leads to
-SPELLED_BYTES = 16 * 2**20  # of the teacher's probabilities that are spelled at once
+SPELLED_BYTES = 32 * 2**20  # of the teacher's probabilities that are spelled at once
 
 
 def head_logits(
