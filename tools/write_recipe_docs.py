@@ -1,4 +1,4 @@
-"""Write docs/recipe.md from the recipe's JSON Schema, and so from the pydantic models in src/potstill/config.py.
+"""Write docs/recipe.md from the recipe's JSON Schema, and so from the pydantic models in src/potstill/config.
 
 python tools/write_recipe_docs.py
 """
@@ -16,7 +16,7 @@ DOC = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
 OPENING = """\
 # The recipe
 
-<!-- Written by tools/write_recipe_docs.py from src/potstill/config.py: change that file, not this one. -->
+<!-- Written by tools/write_recipe_docs.py from src/potstill/config: change those files, not this one. -->
 
 A recipe is a YAML file with the sections below. Only `student`, `data` and `train` must be there. What is present
 decides: `teachers: []` is plain training on the text, no `eval` section is no evaluation.

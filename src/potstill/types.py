@@ -37,6 +37,11 @@ class Example:
     ends: npt.NDArray[np.int64] | None = None  # [L]; where each token ends in `text`, in bytes, when asked for
     columns: Mapping[str, str] = field(default_factory=dict)  # of its record, that teachers ask for
     source: str = ""  # where it came from, for error messages: file and record
+    writer: str | None = None  # "student" or "teacher", who wrote the supervised part; None: it is the data set's
+    behaviour: npt.NDArray[np.float32] | None = (
+        None  # [L]; log-probability each token was written with; 0 in the prompt
+    )
+    version: int | None = None  # optimizer steps of the student that wrote it
 
     @property
     def supervised_tokens(self) -> int:
@@ -50,6 +55,8 @@ class Rows:
     student: Tensor  # int64 [N]; flat position (of B·L) whose hidden state predicts
     teacher: Tensor  # int64 [N]; flat teacher position that answers
     labels: Tensor  # int64 [N]; the token that comes next
+    # [N]; log-probability with which the student wrote that token; NaN: it did not write it. None: it wrote none of them
+    behaviour: Tensor | None = None
 
     def __len__(self) -> int:
         return self.student.shape[0]
@@ -245,6 +252,19 @@ class CrossTarget:
 
     def to(self, device: torch.device) -> CrossTarget:
         return _moved(self, device)
+
+
+@dataclass(frozen=True)
+class ChosenTarget:
+    """Only how likely the text's own next tokens are to the teacher."""
+
+    logprobs: Tensor  # [N]
+
+    def to(self, device: torch.device) -> ChosenTarget:
+        return _moved(self, device)
+
+    def select(self, rows: Tensor) -> ChosenTarget:
+        return ChosenTarget(self.logprobs[rows])
 
 
 Target = DenseTarget | TopKTarget | SampledTarget | CrossTarget

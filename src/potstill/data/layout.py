@@ -46,7 +46,8 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
     input_ids = np.full((len(rows), width), pad_id, dtype=np.int64)
     position_ids = np.zeros((len(rows), width), dtype=np.int64)
     document = np.zeros((len(rows), width), dtype=np.int32)
-    student, labels = [], []
+    student, labels, behaviour = [], [], []
+    written = any(example.behaviour is not None for example in examples)
     counting = np.arange(width, dtype=np.int64)
     for r, row in enumerate(rows):
         begin = 0
@@ -59,6 +60,8 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
             # Token i is predicted from the position before it; token 0 is never supervised.
             student.append(predicted + (r * width + begin - 1))
             labels.append(example.ids[predicted])
+            known = example.behaviour
+            behaviour.append(np.full(len(predicted), np.nan, np.float32) if known is None else known[predicted])
             begin = end
     positions = torch.from_numpy(np.concatenate(student).astype(np.int64))
     return Batch(
@@ -67,7 +70,10 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
         document=torch.from_numpy(document),
         packed=any(len(row) > 1 for row in rows),
         rows=Rows(
-            student=positions, teacher=positions, labels=torch.from_numpy(np.concatenate(labels).astype(np.int64))
+            student=positions,
+            teacher=positions,
+            labels=torch.from_numpy(np.concatenate(labels).astype(np.int64)),
+            behaviour=torch.from_numpy(np.concatenate(behaviour)) if written else None,
         ),
         supervised_tokens=len(positions),
         examples=tuple(examples),
@@ -84,5 +90,6 @@ def without(batch: Batch, left_out: Sequence[int]) -> Batch:
         example if keeps else replace(example, supervised=np.zeros_like(example.supervised), supervised_bytes=0)
         for example, keeps in zip(batch.examples, keep, strict=True)
     )
-    rows = Rows(student=batch.rows.student[kept], teacher=batch.rows.teacher[kept], labels=batch.rows.labels[kept])
+    behaviour = None if batch.rows.behaviour is None else batch.rows.behaviour[kept]
+    rows = Rows(batch.rows.student[kept], batch.rows.teacher[kept], batch.rows.labels[kept], behaviour)
     return replace(batch, rows=rows, supervised_tokens=len(rows), examples=examples)

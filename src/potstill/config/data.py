@@ -1,0 +1,93 @@
+"""`data`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from potstill.sections import Positive, Section, Share
+
+
+class SourceConfig(Section):
+    """One place that records come from, and which of their columns to read. Exactly one of `files` and `dataset`; one of
+    `text`, `prompt` with `completion`, and `messages` (none of them: the column named text)."""
+
+    files: str | list[str] | None = Field(
+        None, description="jsonl (also .jsonl.gz), json, parquet, arrow or txt files: paths, globs, `shipped:NAME`"
+    )
+    dataset: str | None = Field(None, description="a Hugging Face data set: hub name, or a folder that datasets wrote")
+    name: str | None = Field(None, description="with `dataset`: its configuration")
+    split: str = Field("train", description="with `dataset`: the split")
+    revision: str | None = Field(None, description="with `dataset`: hub revision")
+    streaming: bool = Field(False, description="with `dataset`: read it from the hub as it goes, without a local copy")
+    text: str | None = Field(None, description="column with plain text, all of it supervised; default `text`")
+    prompt: str | None = Field(
+        None,
+        description="column with a prompt, not supervised; goes with `completion`, or alone where all answers are written "
+        "(`policy`)",
+    )
+    completion: str | None = Field(None, description="column with the completion, supervised")
+    messages: str | None = Field(None, description="column with a chat; every assistant turn is supervised")
+    tools: str | None = Field(None, description="with `messages`: column with the tools offered to the model")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="with `messages`: further arguments of the chat template"
+    )
+    weight: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="share of examples in a mixture (relative); for every source or for none, and with `train.steps` only",
+    )
+    share: Share = Field(1.0, description="keep this share of the examples, chosen by a hash of their content")
+
+    @model_validator(mode="after")
+    def _columns(self) -> SourceConfig:
+        if (self.files is None) == (self.dataset is None):
+            raise ValueError("give exactly one of files and dataset")
+        if self.completion and not self.prompt:
+            raise ValueError("completion goes with prompt")
+        kinds = [k for k, v in (("text", self.text), ("prompt", self.prompt), ("messages", self.messages)) if v]
+        if len(kinds) > 1:
+            raise ValueError(f"give one of text, prompt/completion and messages, not {' and '.join(kinds)}")
+        if self.tools and not self.messages:
+            raise ValueError("tools goes with messages")
+        return self
+
+    @property
+    def kind(self) -> Literal["text", "completion", "messages"]:
+        return "messages" if self.messages else "completion" if self.prompt else "text"
+
+
+class DataConfig(Section):
+    """Text to train or evaluate on."""
+
+    sources: Annotated[list[SourceConfig], Field(min_length=1)] = Field(description="where the records come from")
+    max_length: Positive = Field(
+        1024, description="longest sequence in the student's tokens; longer ones are cut, and counted"
+    )
+    piece_bytes: Positive | None = Field(
+        None,
+        description="cut plain texts into pieces of at most this many bytes, before any tokenizer; default 4 × max_length",
+    )
+    packing: bool = Field(
+        True, description="fill rows of max_length with several documents (which never see each other)"
+    )
+    shuffle: bool = Field(True, description="shuffle, from train.seed")
+    shuffle_buffer: Positive = Field(
+        20_000,
+        description="examples shuffled together; sources without weights are read one after another, so that those larger than "
+        "this hardly mix",
+    )
+    append_eos: bool = Field(True, description="end documents and completions with the tokenizer's eos")
+    columns: list[str] = Field(
+        [], description="further columns (texts) to read; those that teachers name are read anyway"
+    )
+    workers: Positive = Field(
+        1, description="threads that prepare steps ahead for teachers: decoding caches, aligning with other tokenizers"
+    )
+
+    @model_validator(mode="after")
+    def _mixture(self) -> DataConfig:
+        weighted = [s.weight is not None for s in self.sources]
+        if any(weighted) and not all(weighted):
+            raise ValueError("give every source a weight, or none")
+        return self

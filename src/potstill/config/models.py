@@ -1,0 +1,178 @@
+"""`student` and `teachers`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from potstill.sections import Positive, Section
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class StudentConfig(Section):
+    """The model that learns. Exactly one of `model`, `from` (with `layers`) and `config` (with `tokenizer`)."""
+
+    model: str | None = Field(
+        None, description="a Hugging Face causal language model: folder, `shipped:NAME` or hub id"
+    )
+    from_: str | None = Field(None, alias="from", description="a model whose chosen `layers` make the student")
+    layers: list[Annotated[int, Field(ge=0)]] | None = Field(None, description="with `from`: layers to keep, in order")
+    config: dict[str, Any] | None = Field(
+        None, description="a fresh model: a transformers config as keys, with `model_type` (vocab_size is filled in)"
+    )
+    revision: str | None = Field(None, description="hub revision of `model` or `from`")
+    tokenizer: str | None = Field(None, description="folder, `shipped:NAME` or hub id; default: the model's own")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype the student's weights are kept and trained in"
+    )
+    attn_implementation: str | None = Field(
+        None, description="eager, sdpa, flash_attention_2, …; default: the model's own"
+    )
+    trust_remote_code: bool = Field(False, description="run model code from the hub")
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> StudentConfig:
+        given = [
+            name for name, value in (("model", self.model), ("from", self.from_), ("config", self.config)) if value
+        ]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of model, from and config (given: {', '.join(given) or 'none'})")
+        if bool(self.from_) != bool(self.layers):
+            raise ValueError("`from` and `layers` go together: from: MODEL, layers: [0, 2, 4]")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("config needs a model_type, such as llama or gpt2")
+        if self.config is not None and self.tokenizer is None:
+            raise ValueError("a fresh model (config) needs a tokenizer")
+        return self
+
+
+class StoreConfig(Section):
+    """What a cache keeps of a teacher; docs/cache.md says what each kind costs and gives."""
+
+    kind: Literal["top_k", "sampled", "hidden", "chosen"] = Field(
+        "top_k",
+        description="top_k: the k likeliest tokens and the mass of the rest; sampled: draws; hidden: hidden states, exact; "
+        "chosen: only how likely the text's own tokens were",
+    )
+    k: Positive = Field(64, description="top_k: how many tokens")
+    temperatures: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = Field(
+        [1.0], description="top_k: temperatures at which a student may learn from it (2 bytes a token each)"
+    )
+    rest: Annotated[int, Field(ge=0, le=4096)] = Field(
+        0,
+        description="top_k: draws from the rest, from which forward KL learns what is in it; more of them where it is heavy",
+    )
+    draws: Annotated[int, Field(gt=0, le=4096)] = Field(50, description="sampled: how many draws a token")
+    seed: int = Field(0, description="seed of the draws")
+
+
+class AcrossConfig(Section):
+    """How to learn from a teacher with another tokenizer; unused when it is the student's. docs/two-tokenizers.md."""
+
+    method: Literal["spelled", "shared", "projection", "chunk", "uld"] = Field(
+        "spelled",
+        description="what is compared: the teacher's next token spelled in the student's; or, where both tokenizers have cut "
+        "the same bytes, ids that mean the same; the student's ids sent to the teacher's; how likely the bytes are; sorted "
+        "probabilities",
+    )
+    decay: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0,
+        description="projection: an id without a partner goes to the teacher's pieces of it, each with this share of the last",
+    )
+    chunk_temperature: Annotated[float, Field(gt=0)] = Field(
+        4.0, description="chunk: likelihoods are raised to one over this"
+    )
+
+
+class RemoteConfig(Section):
+    """How a teacher behind a server is asked; docs/remote.md."""
+
+    kind: Literal["top_k", "hidden", "chosen", "student_top_k"] = Field(
+        "top_k",
+        description="what it is asked for (without `cache`): its k likeliest tokens and the mass of the rest; hidden states "
+        "(`potstill serve` only), exact; how likely the text's own tokens are; or how likely those are that the student likes "
+        "best (`potstill serve` only)",
+    )
+    k: Positive = Field(64, description="top_k, student_top_k: how many tokens")
+    concurrency: Positive = Field(8, description="requests under way at once")
+    timeout: Annotated[float, Field(gt=0)] = Field(
+        120.0, description="seconds after which a request is given up and sent again"
+    )
+    patience: Annotated[float, Field(ge=0)] = Field(
+        600.0, description="seconds to wait for a server that is away or fails (5xx) before the run stops"
+    )
+    token: str | None = Field(None, description="name of the environment variable with the bearer token")
+
+
+class TeacherConfig(Section):
+    """A model to learn from: in this process, behind a server, or as its signal on disk, alone or beside one of them."""
+
+    model: str | None = Field(
+        None, description="a Hugging Face causal language model: folder, `shipped:NAME` or hub id"
+    )
+    cache: str | None = Field(
+        None,
+        description="folder that `potstill cache build` made: the teacher is never loaded; beside `model`: what it lacks is "
+        "computed and added",
+    )
+    server: str | None = Field(
+        None,
+        description="address of `potstill serve`, or of an OpenAI-compatible server that gives prompt log-probabilities (vLLM)",
+    )
+    remote: RemoteConfig = RemoteConfig()
+    name_on_server: str | None = Field(None, description="with `server`: the model's name there; default: its only one")
+    tokenizer: str | None = Field(
+        None,
+        description="with `server`: the teacher's tokenizer, where the server does not hand it out; default: the name there",
+    )
+    on_missing: Literal["error", "skip"] = Field(
+        "error", description="with `cache` alone: what to do with a document that is not in it; skip counts and reports"
+    )
+    store: StoreConfig = StoreConfig()
+    across: AcrossConfig = AcrossConfig()
+    only: dict[str, str | list[str]] = Field(
+        {},
+        description="which records it teaches, by their columns, as in {domain: math} or {language: [de, fr]}; default: all",
+    )
+    prompt: str | None = Field(
+        None,
+        description="column with what it reads in place of the student's prompt: before a plain text, or as the system message "
+        "of a chat (a hint that the student does not get; without `cache`)",
+    )
+    revision: str | None = Field(None, description="hub revision")
+    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="weight of this teacher's loss among several")
+    dtype: Dtype | Literal["auto"] = Field(
+        "auto", description="dtype of its weights; auto: as saved (float32 on a CPU)"
+    )
+    quantize: Literal["8bit", "4bit"] | None = Field(
+        None, description="load in 8 or 4 bits (extra `quant`, needs CUDA)"
+    )
+    attn_implementation: str | None = Field(None, description="eager, sdpa, flash_attention_2, …")
+    trust_remote_code: bool = Field(False, description="run model code from the hub")
+
+    @model_validator(mode="after")
+    def _an_origin(self) -> TeacherConfig:
+        if self.model is None and self.cache is None and self.server is None:
+            raise ValueError("give model, server or cache, or a cache beside one of the others")
+        if self.model is not None and self.server is not None:
+            raise ValueError("give model or server, not both: they would be two teachers")
+        if self.on_missing == "skip" and not (self.model is None and self.server is None):
+            raise ValueError(
+                "on_missing: skip goes with a cache alone; with model or server beside it, what is missing is computed"
+            )
+        if self.prompt is not None and self.cache is not None:
+            raise ValueError("prompt goes without cache: a cache holds what the teacher says without it")
+        if self.server is None and (self.tokenizer or self.name_on_server):
+            raise ValueError("tokenizer and name_on_server go with server")
+        return self
+
+    @property
+    def columns(self) -> list[str]:
+        """Of a record, that it needs."""
+        return [*self.only, *([self.prompt] if self.prompt is not None else [])]
+
+    @property
+    def name(self) -> str:
+        return self.model or self.server or self.cache or ""
