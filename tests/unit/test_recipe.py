@@ -132,7 +132,7 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
         ({"data": {"sources": [{}]}}, "data.sources[0]: give exactly one of files and dataset"),
         ({"data": {"sources": [{"files": "a", "dataset": "b"}]}}, "give exactly one of files and dataset"),
         ({"data": {"sources": [{"files": "a", "prompt": "p"}]}}, "has a prompt and no completion"),
-        ({"data": {"sources": [{"files": "a", "completion": "c"}]}}, "has a prompt and no completion"),
+        ({"data": {"sources": [{"files": "a", "completion": "c"}]}}, "completion goes with prompt"),
         (
             {"data": {"sources": [{"files": "a", "text": "t", "messages": "m"}]}},
             "data.sources[0]: give one of text, prompt/completion and messages, not text and messages",

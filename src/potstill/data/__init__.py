@@ -1,21 +1,30 @@
 """Data sets to batches: sources, pieces, examples, and the windows of a run."""
 
-from potstill.data.examples import Encoder, Piece, piece_maker
-from potstill.data.layout import collate, without
+from potstill.data.examples import Encoded, Encoder, Piece, ids_key, json_key, piece_maker, untrimmed
+from potstill.data.layout import collate, pack, without
 from potstill.data.pipeline import COUNTS, Window, Windows, count_windows
 from potstill.data.prefetch import Prefetched
-from potstill.data.sources import Source
+from potstill.data.sources import Source, generator
+from potstill.data.stream import State, open_stream
 
 __all__ = [
     "COUNTS",
+    "Encoded",
     "Encoder",
     "Piece",
     "Prefetched",
     "Source",
+    "State",
     "Window",
     "Windows",
     "collate",
     "count_windows",
+    "generator",
+    "ids_key",
+    "json_key",
+    "open_stream",
+    "pack",
     "piece_maker",
+    "untrimmed",
     "without",
 ]

@@ -64,6 +64,12 @@ def json_key(value: Any) -> str:
     return hashlib.sha256(b"\xff" + text.encode()).hexdigest()[:32]
 
 
+def ids_key(ids: npt.NDArray[np.int32], prompt: int) -> str:
+    """Of a text that a model wrote: of its ids, which no tokenizer may give back, and of how many of them are the prompt."""
+    content = b"\xfe" + prompt.to_bytes(4, "little") + ids.astype("<i4").tobytes()
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
 def uniform(key: str) -> float:
     """A number in [0, 1) that depends on the key alone."""
     return int(key[:13], 16) / 16**13
@@ -135,8 +141,9 @@ def _text_pieces(record: Mapping[str, Any], where: str, source: SourceConfig, mo
 
 
 def _completion_pieces(record: Mapping[str, Any], where: str, source: SourceConfig) -> Iterator[Piece]:
-    assert source.prompt is not None and source.completion is not None
-    prompt, completion = _text(record, source.prompt, where), _text(record, source.completion, where)
+    assert source.prompt is not None
+    prompt = _text(record, source.prompt, where)
+    completion = _text(record, source.completion, where) if source.completion else ""
     key = json_key({"prompt": prompt, "completion": completion})
     if uniform(key) < source.share:
         text = prompt + completion
@@ -157,7 +164,7 @@ def _chat_pieces(
         return
     texts = renderer.render(messages, tools, where)
     if not texts:
-        yield Piece(key, "", dropped=True)
+        yield Piece(key, "", dropped=True, messages=messages, tools=tools, source=where)  # it may still be answered
     for number, rendered in enumerate(texts):
         if len(rendered.messages) < len(messages):
             # The same messages may stand as a conversation of their own, with other turns supervised.
@@ -209,7 +216,7 @@ class Encoder:
                 f"the tokenizer {tokenizer.name_or_path} has no fast version (tokenizer.json), which is needed to tell "
                 "which characters a token stands for; set student.tokenizer to one that has"
             )
-        self._backend = _untrimmed(tokenizer.backend_tokenizer)
+        self._backend = untrimmed(tokenizer.backend_tokenizer)
         self._max_length = max_length
         self._evaluation = evaluation
         self._ends = ends
@@ -322,7 +329,7 @@ def _byte_ends(text: str, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return result
 
 
-def _untrimmed(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+def untrimmed(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """A copy whose offsets are true: many byte-level tokenizers leave white space out of them, and then it cannot be
     told whether a token begins before or after the end of a prompt."""
     # In the JSON as it is: taking a large vocabulary apart and together again takes most of a second. No token can hold this,

@@ -9,18 +9,18 @@ then come in random order. A state says where the group begins in the stream, an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
 from potstill.config import DataConfig
-from potstill.data.examples import Encode, Encoded, Encoder, LengthsOnly, Piece, piece_maker
+from potstill.data.examples import Encode, Encoded, Encoder, LengthsOnly, Piece
 from potstill.data.layout import collate, pack
-from potstill.data.sources import Source, generator
-from potstill.data.stream import FIRST_PIECE, Blocks, Cursor, Mixture, Place, State
+from potstill.data.sources import generator
+from potstill.data.stream import Blocks, Place, State, beginning, open_stream
 from potstill.types import Batch, Example, PotstillError
 
 GROUP_WINDOWS = 16
@@ -49,6 +49,7 @@ class Window:
     state: State  # JSON-able; Windows(…, state=state) goes on with the next window
     counts: dict[str, int]  # since the beginning of the run; the names are COUNTS
     epoch: int  # from 0
+    facts: Mapping[str, float] = field(default_factory=dict)  # about text that was written for it, for the log
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,9 @@ class Windows:
             tokenizer, max_length=data.max_length, append_eos=data.append_eos, evaluation=evaluation
         )
         self._state = state if state is not None else _beginning(len(data.sources))
-        sources = [
-            Source(config, f"{key}.sources[{index}]", seed=seed, shuffle=data.shuffle, further=data.columns)
-            for index, config in enumerate(data.sources)
-        ]
-        self._blocks = _open(data, sources, tokenizer, seed, epochs, self._state["start"], key)
-        self._fingerprints = [source.fingerprint() for source in sources]
-        if state is not None and not changed_data_ok:
-            _check_unchanged(sources, state["fingerprints"], self._fingerprints)
+        self._blocks, self._fingerprints = open_stream(
+            data, tokenizer, seed=seed, epochs=epochs, state=state, key=key, changed_data_ok=changed_data_ok
+        )
         self._windows = self._run()
 
     def __iter__(self) -> Iterator[Window]:
@@ -307,45 +303,7 @@ class Items:
 
 
 def _beginning(sources: int) -> State:
-    mixture = {"sources": [FIRST_PIECE] * sources, "source": 0, "drawn": 0}
-    start = {"mixture": mixture, "block": 0, "index": 0}
-    return {"start": start, "read": 0, "left": [], "kept": 0, "group": 0, "windows": 0, "counts": {}}
-
-
-def _check_unchanged(sources: Sequence[Source], then: Sequence[str | None], now: Sequence[str | None]) -> None:
-    for source, before, after in zip(sources, then, now, strict=True):
-        if before != after:
-            raise PotstillError(
-                f"{source.key} is not what the run began with (then {before or 'a stream'}; now {after or 'a stream'}), "
-                "so the run's place in it means nothing; put the data back, choose another folder with run=, or go on "
-                "all the same with checkpoint.resume=anyway"
-            )
-
-
-def _open(
-    data: DataConfig,
-    sources: Sequence[Source],
-    tokenizer: Any,
-    seed: int,
-    epochs: int | None,
-    start: State,
-    key: str,
-) -> Blocks:
-    """The sources of `data` as one stream, from `start` on."""
-    weights = [source.weight for source in data.sources if source.weight is not None]
-    if weights and epochs is not None:
-        raise PotstillError(f"{key}.sources: weights have no meaning when every source is read whole; leave them out")
-    positions = start["mixture"]["sources"]
-    if len(positions) != len(data.sources):
-        raise PotstillError(
-            f"{key}.sources: the saved state is of {len(positions)} sources, the recipe has {len(data.sources)}"
-        )
-    cursors = []
-    for source, position in zip(sources, positions, strict=True):
-        maker = piece_maker(data, source.config, source.key, tokenizer)
-        cursors.append(Cursor(source, maker, position))
-    mixture = Mixture(cursors, weights or None, seed=seed, epochs=epochs, state=start["mixture"])
-    return Blocks(mixture, seed=seed, size=data.shuffle_buffer, shuffle=data.shuffle, state=start)
+    return {"start": beginning(sources), "read": 0, "left": [], "kept": 0, "group": 0, "windows": 0, "counts": {}}
 
 
 def _position(items: Items, waiting: list[Item]) -> State:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from potstill.data.examples import Piece, Pieces
+from potstill.config import DataConfig
+from potstill.data.examples import Piece, Pieces, piece_maker
 from potstill.data.sources import Source, generator
 from potstill.types import PotstillError
 
@@ -165,3 +166,55 @@ class Place:
     def state(self, after: bool = False) -> State:
         """What to begin again from: this piece, or the one after it."""
         return {"mixture": self.block.mixture, "block": self.block.number, "index": self.index + after}
+
+
+def beginning(sources: int) -> State:
+    """Where a stream of so many sources starts."""
+    mixture = {"sources": [FIRST_PIECE] * sources, "source": 0, "drawn": 0}
+    return {"mixture": mixture, "block": 0, "index": 0}
+
+
+def open_stream(
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    epochs: int | None,
+    state: State | None,
+    key: str = "data",
+    changed_data_ok: bool = False,
+) -> tuple[Blocks, list[str | None]]:
+    """The sources of `data` as one stream, from where `state` (its `start`, with the sources' `fingerprints`) says; and their
+    fingerprints now."""
+    sources = [
+        Source(config, f"{key}.sources[{index}]", seed=seed, shuffle=data.shuffle, further=data.columns)
+        for index, config in enumerate(data.sources)
+    ]
+    weights = [source.weight for source in data.sources if source.weight is not None]
+    if weights and epochs is not None:
+        raise PotstillError(f"{key}.sources: weights have no meaning when every source is read whole; leave them out")
+    start = beginning(len(sources)) if state is None else state["start"]
+    positions = start["mixture"]["sources"]
+    if len(positions) != len(sources):
+        raise PotstillError(
+            f"{key}.sources: the saved state is of {len(positions)} sources, the recipe has {len(sources)}"
+        )
+    cursors = []
+    for source, position in zip(sources, positions, strict=True):
+        maker = piece_maker(data, source.config, source.key, tokenizer)
+        cursors.append(Cursor(source, maker, position))
+    mixture = Mixture(cursors, weights or None, seed=seed, epochs=epochs, state=start["mixture"])
+    fingerprints = [source.fingerprint() for source in sources]
+    if state is not None and not changed_data_ok:
+        _check_unchanged(sources, state["fingerprints"], fingerprints)
+    return Blocks(mixture, seed=seed, size=data.shuffle_buffer, shuffle=data.shuffle, state=start), fingerprints
+
+
+def _check_unchanged(sources: Sequence[Source], then: Sequence[str | None], now: Sequence[str | None]) -> None:
+    for source, before, after in zip(sources, then, now, strict=True):
+        if before != after:
+            raise PotstillError(
+                f"{source.key} is not what the run began with (then {before or 'a stream'}; now {after or 'a stream'}), "
+                "so the run's place in it means nothing; put the data back, choose another folder with run=, or go on "
+                "all the same with checkpoint.resume=anyway"
+            )

@@ -66,6 +66,16 @@ class ChatRenderer:
         other = f"; with null and the empty string exchanged, {refused[-1]}" if len(set(refused)) > 1 else ""
         raise PotstillError(f"{where}: {refused[0]}{other}")
 
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> str:
+        """What an assistant answers to: the conversation with its generation prompt."""
+        refused: list[PotstillError] = []
+        for spelled in _spellings(messages):
+            try:
+                return self._apply(spelled, tools, where, add_generation_prompt=True)
+            except PotstillError as error:
+                refused.append(error)
+        raise refused[0]
+
     def _texts(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> list[Rendered]:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
