@@ -62,8 +62,15 @@ class Rereader:
             messages = [{"role": "system", "content": prompt}, *others]
         if self._renderer is None:
             self._renderer = ChatRenderer(self._tokenizer, self._kwargs, "teachers")
-        rendered = self._renderer.render(messages, example.tools, example.source)
-        return replace(piece, text=rendered[0].text, spans=rendered[0].spans)
+        try:
+            rendered = self._renderer.render(messages, example.tools, example.source)
+        except PotstillError:
+            if example.writer is None:
+                raise
+            return replace(piece, text="", dropped=True)  # the student may write what no template can show
+        # Of a conversation whose last turn was written, only that turn is learnt.
+        spans = rendered[0].spans if example.writer is None else rendered[0].spans[-1:]
+        return replace(piece, text=rendered[0].text, spans=spans)
 
 
 _NOTHING = Example("", "", np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_), 0)

@@ -38,6 +38,7 @@ class Faculty:
     teachers: Sequence[Teacher]
     live: Sequence[LiveTeacher]  # those whose model is in the process, to evaluate against
     notes: Sequence[str] = ()  # what their user should know
+    models: Sequence[LanguageModel | None] = ()  # of each teacher, where it is in the process
 
 
 def open_live(
@@ -52,11 +53,12 @@ def open_teachers(
     configs: Sequence[TeacherConfig], student: LanguageModel, data: DataConfig, loss: LossConfig, device: torch.device
 ) -> Faculty:
     teachers: list[Teacher] = []
-    live, notes = [], []
+    live, notes, models = [], [], []
     for index, config in enumerate(configs):
         where = f"teachers[{index}]"
         opening = Opening(config, student, data, loss, where)
         language_model = None if config.model is None else load_teacher(config, device, where)
+        models.append(language_model)
         tokenizer = language_model.tokenizer if language_model is not None else opening.cached_tokenizer()
         reason = difference(student.tokenizer, tokenizer)
         if reason is not None:
@@ -74,7 +76,7 @@ def open_teachers(
             teacher = model
         _check_several(teacher, config, loss, where)
         teachers.append(RoutedTeacher(teacher, config.only) if config.only else teacher)
-    return Faculty(teachers, live, notes)
+    return Faculty(teachers, live, notes, models)
 
 
 def _check_several(teacher: Teacher, config: TeacherConfig, loss: LossConfig, where: str) -> None:

@@ -63,7 +63,7 @@ def _of_block(form: Format, z: Tensor, labels: Tensor, random: Tensor | None) ->
         return {"chosen": chosen - _log_mass(z, z.amax(-1))}
     if form.kind == "sampled":
         assert random is not None
-        return _draws(z, random, form.temperatures[0])
+        return draws(z, random, form.temperatures[0])
     values, ids = largest(z, form.k)
     z.scatter_(-1, ids, -torch.inf)
     rest_largest = _largest_left(z, values)
@@ -81,7 +81,7 @@ def _of_block(form: Format, z: Tensor, labels: Tensor, random: Tensor | None) ->
     found = {"ids": ids.int(), "logprobs": logprobs, "odds": torch.stack(odds, -1), "chosen": chosen - log_mass}
     if form.rest:
         assert random is not None
-        drawn = _draws(z, random, 1.0)
+        drawn = draws(z, random, 1.0)
         found |= {"rest": drawn["draws"], "rest_entropy": drawn["entropy"]}
     return found
 
@@ -123,7 +123,7 @@ def _log_mass(z: Tensor, largest: Tensor, temperature: float = 1.0) -> Tensor:
     return (z - largest[:, None]).mul_(LOG2_E / temperature).exp2_().sum(-1).log() + largest / temperature
 
 
-def _draws(z: Tensor, random: Tensor, temperature: float) -> dict[str, Tensor]:
+def draws(z: Tensor, random: Tensor, temperature: float) -> dict[str, Tensor]:
     """N draws with replacement from each row [b, N], in the order of their ids, and the entropy of the row."""
     width = z.shape[1]
     if temperature != 1.0:

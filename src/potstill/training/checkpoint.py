@@ -3,6 +3,7 @@
 step-00000400/
   model/         the student, as `from_pretrained` loads it, with its tokenizer
   state/         weights, optimizers and random state, by torch.distributed.checkpoint
+  rollouts.safetensors  texts that were written and not yet trained on, where there are any
   progress.json  step, position in the data, totals
   manifest.json  sizes and checksums of the above
 
@@ -64,7 +65,15 @@ class Checkpoints:
         """Oldest first."""
         return sorted(self.folder.glob("step-????????"))
 
-    def save(self, progress: Progress, student: LanguageModel, module: nn.Module, optimizers: list[Optimizer]) -> Path:
+    def save(
+        self,
+        progress: Progress,
+        student: LanguageModel,
+        module: nn.Module,
+        optimizers: list[Optimizer],
+        beside_them: Callable[[Path], None] = lambda folder: None,
+    ) -> Path:
+        """`beside_them`: puts what else a run needs into the folder."""
         path = self.at(progress.step)
         with new_folder(path) as beside:
             with quiet():
@@ -72,6 +81,7 @@ class Checkpoints:
                 state_dict_saver.save(state, checkpoint_id=beside / "state", no_dist=not _distributed())
                 student.model.save_pretrained(beside / "model")
                 student.tokenizer.save_pretrained(beside / "model")
+            beside_them(beside)
             write_text(beside / "progress.json", json.dumps(asdict(progress)))
         self._settle(progress)
         return path

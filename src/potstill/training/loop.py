@@ -15,14 +15,14 @@ from rich.console import Console
 from torch import Tensor
 
 from potstill.config import Recipe
-from potstill.data import Prefetched
 from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
 from potstill.recipe import load_recipe
 from potstill.sections import value_at
-from potstill.teachers.several import Prepared, prepared
+from potstill.teachers.several import Prepared
 from potstill.teachers.weighing import ask, complete
 from potstill.training.checkpoint import Progress
 from potstill.training.diagnosis import diagnose, refuse_broken_weights
+from potstill.training.feed import count_steps, open_feed
 from potstill.training.metrics import Stopwatch, peak_memory_bytes, watchers
 from potstill.training.optimizer import lr_factor, set_lr
 from potstill.training.run import Callback, Run
@@ -39,24 +39,21 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
     parts = assemble(recipe)
     for note in parts.notes:
         console.print(note, style="yellow", highlight=False, markup=False)
-    progress = resume(recipe, run, parts, checkpoints, console)
+    progress = resume(recipe, run, parts, checkpoints, console, count_steps)
     watching = [*watchers(recipe, console), *callbacks]
     clock = Stopwatch()
 
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
-        source = parts.windows(progress.data)
-        read = stack.enter_context(Prefetched(source, depth=source.group_windows))
-        ready = prepared(read, parts.teachers, progress.counts, workers=recipe.data.workers)
-        windows = stack.enter_context(Prefetched(ready, depth=1))
         for teacher in parts.teachers:
             stack.callback(teacher.close)
+        feed = stack.enter_context(open_feed(recipe, parts, progress, run.folder, run.checkpoint))
         for watcher in watching:
             watcher.started(run)
             stack.callback(watcher.ended, run)
         while run.step < run.total_steps and not run.stopped_by:
             with clock.of("data"):
-                following = next(windows, None)
+                following = next(feed, None)
             if following is None:
                 raise PotstillError(
                     f"data: it ended after step {run.step} of {run.total_steps}: there is less of it than when the run began; "
@@ -65,6 +62,7 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
             window = following.window
             metrics = optimizer_step(recipe, parts, following, run, clock)
             run.step, run.counts = run.step + 1, window.counts
+            feed.advance(run.step)
             progress = replace(
                 progress,
                 step=run.step,
@@ -86,7 +84,7 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
             run.stopped_by = None if last else stop.signal or run.asked_to_stop
             if last or run.stopped_by or _due(run.step, recipe.checkpoint.every) or progress.best_step == run.step:
                 refuse_broken_weights(parts.module, run.step)
-                run.checkpoint = checkpoints.save(progress, parts.student, parts.module, parts.optimizers)
+                run.checkpoint = checkpoints.save(progress, parts.student, parts.module, parts.optimizers, feed.save)
                 run.best = None if progress.best_step is None else checkpoints.at(progress.best_step)
                 for watcher in watching:
                     watcher.saved(run, run.checkpoint)
@@ -137,6 +135,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
         "ce_weight": knobs.ce_weight,
         **_means(of),
         **_alignment(counts, of),
+        **window.facts,
         "grad_norm": norm_value,
         "lr": lr,
         "tokens": window.counts["supervised_tokens"],

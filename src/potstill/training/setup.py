@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 from torch.optim import Optimizer
 
-from potstill.config import Recipe
+from potstill.config import DataConfig, Recipe
 from potstill.data import Windows, count_windows
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.files import write_text
-from potstill.models import LanguageModel, check_fit, load_student
+from potstill.models import LanguageModel, check_fit, difference, load_student
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
 from potstill.teachers.several import as_teachers_need, count_left, open_teachers
@@ -47,6 +47,9 @@ class Parts:
     precision: str  # fp32 or bf16
     windows: Callable[[dict[str, Any] | None], Windows]  # from a position in the data
     evaluate: Callable[[], dict[str, Any]]
+    data: DataConfig  # as the teachers need it
+    writer: LanguageModel | None = None  # the first teacher's model, which can write text
+    writer_shares_tokens: bool = True  # … in the student's own tokens
     notes: Sequence[str] = ()  # what is worth a word before the first step
 
     def autocast(self) -> torch.autocast:
@@ -137,15 +140,34 @@ def assemble(recipe: Recipe) -> Parts:
         return {**result, "samples": complete(student, recipe.eval.prompts, recipe.eval.max_new_tokens)}
 
     precision = recipe.train.precision
-    notes = faculty.notes
-    return Parts(device, student, module, faculty.teachers, optimizers, precision, windows, evaluate_student, notes)
+    return Parts(
+        device,
+        student,
+        module,
+        faculty.teachers,
+        optimizers,
+        precision,
+        windows,
+        evaluate_student,
+        data,
+        writer=faculty.models[0] if faculty.models else None,
+        writer_shares_tokens=bool(faculty.models)
+        and faculty.models[0] is not None
+        and difference(student.tokenizer, faculty.models[0].tokenizer) is None,
+        notes=faculty.notes,
+    )
 
 
-def resume(recipe: Recipe, run: Run, parts: Parts, checkpoints: Checkpoints, console: Console) -> Progress:
+CountSteps = Callable[[Recipe, Parts, Callable[[int], None]], int]
+
+
+def resume(
+    recipe: Recipe, run: Run, parts: Parts, checkpoints: Checkpoints, console: Console, count_written: CountSteps
+) -> Progress:
     """Put the newest whole checkpoint into the parts; without one, a fresh start. Saves the resolved recipe."""
     found = checkpoints.newest(lambda message: console.print(message, style="yellow", highlight=False, markup=False))
     if found is None:
-        total = recipe.train.steps or _count_steps(recipe, parts, console)
+        total = recipe.train.steps or _count_steps(recipe, parts, console, count_written)
         progress = Progress(0, 0, None, {}, total, None, None)
     else:
         path, progress = found
@@ -171,8 +193,8 @@ def _last_evaluation(path: Path, step: int) -> dict[str, Any] | None:
     return next((r for r in reversed(records) if r["step"] <= step), None)
 
 
-def _count_steps(recipe: Recipe, parts: Parts, console: Console) -> int:
-    """With `train.epochs`, the schedule needs to know how many steps they are."""
+def _count_steps(recipe: Recipe, parts: Parts, console: Console, count_written: CountSteps) -> int:
+    """With `train.epochs`, the schedule needs to know how many steps they are. `count_written`: where text is written."""
     data, train = as_teachers_need(recipe.data, recipe.teachers), recipe.train
     assert train.epochs is not None
     with console.status("counting the steps of train.epochs …") as status:
@@ -180,6 +202,8 @@ def _count_steps(recipe: Recipe, parts: Parts, console: Console) -> int:
         def progress(steps: int) -> None:
             status.update(f"counting the steps of train.epochs: {steps:,} …")
 
+        if recipe.policy.writes:
+            return count_written(recipe, parts, progress)
         if any(teacher.on_missing == "skip" for teacher in recipe.teachers):
             return count_left(parts.windows(None), parts.teachers, progress)
         return count_windows(

@@ -1,0 +1,204 @@
+"""What each optimizer step trains on, with what the teachers made ready: texts of the data set, of the student, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from potstill.config import Recipe
+from potstill.data import Encoder, Prefetched, Window
+from potstill.models import LanguageModel
+from potstill.rollouts.buffer import Buffer, Layout, load_saved
+from potstill.rollouts.drafts import Drafts, Kind
+from potstill.rollouts.engine import Engine
+from potstill.rollouts.prompts import Answers, Prompter, stop_ids
+from potstill.rollouts.transformers import TransformersEngine
+from potstill.teachers.reading import chat_kwargs
+from potstill.teachers.several import Prepared, prepared
+from potstill.training.checkpoint import Progress
+from potstill.training.setup import Parts
+from potstill.types import PotstillError, Teacher
+
+PREPARING = 4  # micro-batches of a step that teachers make ready at once
+AHEAD = 2  # drafts that wait to be written
+
+
+class Feed:
+    """An iterator of prepared windows, and what a checkpoint needs of it."""
+
+    def __init__(self, windows: Iterator[Prepared], buffer: Buffer | None = None) -> None:
+        self._windows, self._buffer = windows, buffer
+        self._stack = ExitStack()
+
+    def __iter__(self) -> Iterator[Prepared]:
+        return self
+
+    def __next__(self) -> Prepared:
+        return next(self._windows)
+
+    def advance(self, version: int) -> None:
+        """The student has new weights, after so many optimizer steps: whoever writes with them is handed them."""
+        if self._buffer is not None:
+            self._buffer.advance(version)
+
+    def save(self, folder: Path) -> None:
+        """Put what was written and not yet trained on into a checkpoint."""
+        if self._buffer is not None:
+            self._buffer.save(folder)
+
+    def closing(self, what: Callable[[], None]) -> None:
+        self._stack.callback(what)
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+def open_feed(recipe: Recipe, parts: Parts, progress: Progress, folder: Path, checkpoint: Path | None) -> Feed:
+    """From where `progress` says. `folder`: of the run; `checkpoint`: the one it goes on from."""
+    if recipe.policy.writes:
+        return _written(recipe, parts, progress, folder, checkpoint)
+    source = parts.windows(progress.data)
+    read = Prefetched(source, depth=source.group_windows)
+    ready = prepared(read, parts.teachers, progress.counts, workers=recipe.data.workers)
+    windows = Prefetched(ready, depth=1)
+    feed = Feed(windows)
+    feed.closing(read.close)
+    feed.closing(windows.close)
+    return feed
+
+
+def _written(recipe: Recipe, parts: Parts, progress: Progress, folder: Path, checkpoint: Path | None) -> Feed:
+    state = progress.data
+    engines = open_engines(recipe, parts, folder)
+    drafts = Prefetched(open_drafts(recipe, parts, None if state is None else state["draft"]), AHEAD)
+    layout = Layout(
+        recipe.train.batch_size,
+        recipe.train.micro,
+        0 if parts.student.tokenizer.pad_token_id is None else int(parts.student.tokenizer.pad_token_id),
+        recipe.data.packing,
+    )
+    other = parts.writer is not None and not parts.writer_shares_tokens
+    buffer = Buffer(
+        drafts,
+        engines,
+        Answers(
+            parts.student,
+            _encoder(recipe, parts),
+            chat_kwargs(parts.data),
+            parts.writer.tokenizer if other and parts.writer is not None else None,
+        ),
+        recipe.policy,
+        layout,
+        seed=_seed(recipe),
+        version=progress.step,
+        counts=progress.counts,
+        waiting=[] if checkpoint is None else load_saved(checkpoint),
+        taken=0 if state is None else state["taken"],
+        translates=other,
+    )
+    pool = ThreadPoolExecutor(PREPARING, "prepare")
+    feed = Feed((_ahead(window, parts.teachers, pool) for window in buffer), buffer)
+    feed.closing(drafts.close)
+    feed.closing(lambda: pool.shutdown(cancel_futures=True))
+    feed.closing(buffer.close)
+    return feed
+
+
+def open_drafts(recipe: Recipe, parts: Parts, state: dict[str, Any] | None) -> Drafts:
+    policy, data = recipe.policy, parts.data
+    most = data.max_length - policy.sampling.max_new_tokens
+
+    def prompter(tokenizer: Any) -> Prompter:
+        return Prompter(tokenizer, most=most, prompt_tokens=policy.prompt_tokens, kwargs=chat_kwargs(data))
+
+    prompters: dict[Kind, Prompter] = {"student": prompter(parts.student.tokenizer)}
+    if parts.writer is not None:
+        prompters["teacher"] = prompter(parts.writer.tokenizer)
+    rows = recipe.train.batch_size * policy.steps_per_generation
+    return Drafts(
+        data,
+        policy,
+        _encoder(recipe, parts),
+        prompters,
+        parts.student.tokenizer,
+        groups=rows // policy.num_generations,
+        seed=recipe.train.seed,
+        epochs=recipe.train.epochs,
+        state=state,
+        changed_data_ok=recipe.checkpoint.resume == "anyway",
+    )
+
+
+def open_engines(recipe: Recipe, parts: Parts, folder: Path) -> dict[Kind, Engine]:
+    policy, chats = recipe.policy, any(source.messages for source in recipe.data.sources)
+    engines: dict[Kind, Engine] = {}
+
+    def transformers(model: LanguageModel, who: str, copies: bool, autocast: Any) -> Engine:
+        return TransformersEngine(
+            model,
+            policy.sampling,
+            stop_ids=stop_ids(model, chats),
+            batch_size=policy.engine.batch_size,
+            copies=copies,
+            who=who,
+            **({"autocast": autocast} if recipe.train.precision == "bf16" else {}),
+        )
+
+    if policy.on_policy:
+        if policy.engine.kind == "vllm":
+            raise PotstillError("policy.engine.kind: vllm is not built in yet")
+        engines["student"] = transformers(parts.student, "the student", policy.overlaps, parts.autocast)
+    if policy.teacher_writes:
+        if parts.writer is None:
+            raise PotstillError("policy.teacher_writes: the first teacher has no model that could write")
+        engines["teacher"] = transformers(parts.writer, "the teacher", False, parts.autocast)
+    return engines
+
+
+def count_steps(recipe: Recipe, parts: Parts, progress: Callable[[int], None]) -> int:
+    """How many optimizer steps the epochs of a recipe with written text have."""
+    total = 0
+    for draft in open_drafts(recipe, parts, None):
+        rows = sum(len(g.examples) if g.kind == "data" else recipe.policy.num_generations for g in draft.groups)
+        total += -(-rows // recipe.train.batch_size)
+        progress(total)
+    return total
+
+
+def _encoder(recipe: Recipe, parts: Parts) -> Encoder:
+    return Encoder(parts.student.tokenizer, max_length=parts.data.max_length, append_eos=parts.data.append_eos)
+
+
+def _seed(recipe: Recipe) -> int:
+    return recipe.train.seed if recipe.policy.sampling.seed is None else recipe.policy.sampling.seed
+
+
+class _Pending(Sequence[Sequence[Any]]):
+    """What teachers make ready on other threads, waited for where it is needed."""
+
+    def __init__(self, futures: Sequence[Future[list[Any]]]) -> None:
+        self._futures = futures
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._futures[index].result()
+
+
+def _ahead(window: Window, teachers: Sequence[Teacher], pool: ThreadPoolExecutor) -> Prepared:
+    """Later micro-batches are made ready while earlier ones train."""
+
+    def ready(batch: Any) -> list[Any]:
+        return [teacher.prepare(batch) for teacher in teachers]
+
+    return Prepared(window, _Pending([pool.submit(ready, batch) for batch in window.batches]))
