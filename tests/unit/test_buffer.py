@@ -1,0 +1,316 @@
+"""The arithmetic of generations: who answers what, how often engines are called, and that no text is lost or used twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny import tiny
+
+from potstill.config import DataConfig, PolicyConfig, SamplingConfig, SourceConfig
+from potstill.data import Encoder
+from potstill.recipe import load_recipe
+from potstill.rollouts.buffer import Buffer, Layout, about, laid_out, load_saved
+from potstill.rollouts.drafts import Drafts
+from potstill.rollouts.engine import Written
+from potstill.rollouts.prompts import Answers, Prompter
+from potstill.rollouts.sampling import rollout_seed
+from potstill.rollouts.transformers import TransformersEngine
+from potstill.types import PotstillError
+
+MODEL = tiny()
+
+
+class Counting(TransformersEngine):
+    """The real engine, which notes what it was asked."""
+
+    def __init__(self, policy: PolicyConfig, **keys: Any) -> None:
+        self.calls: list[list[tuple[bytes, int]]] = []
+        self.updates: list[int] = []
+        super().__init__(MODEL, policy.sampling, stop_ids=(), **keys)
+        self.calls.clear()  # of its own check
+
+    def generate(self, asked):
+        self.calls.append([(ask.ids.tobytes(), ask.seed) for ask in asked])
+        return super().generate(asked)
+
+    def update(self, version: int) -> None:
+        self.updates.append(version)
+        super().update(version)
+
+
+@dataclass
+class Made:
+    """A buffer over a file of numbered prompts, and its parts."""
+
+    path: Any
+    policy: PolicyConfig
+    batch_size: int = 4
+    micro: int = 2
+    seed: int = 0
+    epochs: int | None = None
+    state: Any = None
+    waiting: Any = ()
+    version: int = 0
+    counts: Any = None
+    records: int = 40
+    engine: Any = field(init=False)
+    buffer: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.path.exists():
+            rows = (f'{{"q": "Question {i} is ", "a": "answer {i}."}}\n' for i in range(self.records))
+            self.path.write_text("".join(rows))
+        self.engine = Counting(self.policy, copies=self.policy.overlaps)
+        self.buffer = Buffer(
+            self.drafts(None if self.state is None else self.state["draft"]),
+            {"student": self.engine},
+            Answers(MODEL, self.encoder(), {}),
+            self.policy,
+            Layout(self.batch_size, self.micro, 0, True),
+            seed=self.seed,
+            version=self.version,
+            counts=self.counts,
+            waiting=self.waiting,
+            taken=0 if self.state is None else self.state["taken"],
+        )
+
+    def encoder(self) -> Encoder:
+        return Encoder(MODEL.tokenizer, max_length=48, append_eos=True)
+
+    def drafts(self, state=None) -> Drafts:
+        source = SourceConfig(files=str(self.path), prompt="q", completion="a")
+        data = DataConfig(sources=[source], max_length=48, shuffle_buffer=8)
+        groups = self.batch_size * self.policy.steps_per_generation // self.policy.num_generations
+        prompter = Prompter(MODEL.tokenizer, most=40, prompt_tokens=8, kwargs={})
+        return Drafts(
+            data,
+            self.policy,
+            self.encoder(),
+            {"student": prompter, "teacher": prompter},
+            MODEL.tokenizer,
+            groups=groups,
+            seed=self.seed,
+            epochs=self.epochs,
+            state=state,
+        )
+
+    def windows(self, count: int, start: int = 0) -> list[Any]:
+        found = []
+        for step in range(start, start + count):
+            found.append(next(self.buffer))
+            self.buffer.advance(step + 1)
+        return found
+
+
+def policy(**keys: Any) -> PolicyConfig:
+    return PolicyConfig(**({"on_policy": 1.0, "sampling": SamplingConfig(max_new_tokens=4)} | keys))
+
+
+def texts(windows) -> list[tuple[int, ...]]:
+    return [tuple(e.ids.tolist()) for window in windows for batch in window.batches for e in batch.examples]
+
+
+def test_one_call_writes_all_texts_of_a_generation(tmp_path) -> None:
+    made = Made(tmp_path / "x.jsonl", policy(num_generations=2, steps_per_generation=3, max_staleness=2))
+    windows = made.windows(6)
+    assert [len(call) for call in made.engine.calls] == [12, 12]
+    assert len(windows) == 6 and all(sum(len(b.examples) for b in w.batches) == 4 for w in windows)
+    for call, first in zip(made.engine.calls, (0, 6), strict=True):
+        assert [seed for _, seed in call] == [rollout_seed(0, g, i) for g in range(first, first + 6) for i in range(2)]
+        assert len({ids for ids, _ in call}) == 6  # unique prompts
+    assert made.engine.updates == [3]  # the weights that write are those at the beginning of a generation
+    assert [w.facts["rollout_staleness"] for w in windows] == [0, 1, 2, 0, 1, 2]
+    versions = [{e.version for b in w.batches for e in b.examples} for w in windows]
+    assert versions == [{0}, {0}, {0}, {3}, {3}, {3}]
+
+
+def test_strictly_on_policy_every_step_writes_with_the_newest_weights(tmp_path) -> None:
+    made = Made(tmp_path / "x.jsonl", policy())
+    made.windows(3)
+    assert made.engine.updates == [1, 2] and [len(call) for call in made.engine.calls] == [4, 4, 4]
+
+
+def test_with_staleness_the_next_texts_are_written_one_step_ahead(tmp_path) -> None:
+    made = Made(tmp_path / "x.jsonl", policy(max_staleness=1))
+    windows = made.windows(4)
+    assert [w.facts["rollout_staleness"] for w in windows] == [0, 1, 1, 1]
+    assert [next(iter(w.batches[0].examples)).version for w in windows] == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_who_answers_depends_on_seed_and_number_alone(tmp_path, share) -> None:
+    made = Made(tmp_path / "x.jsonl", policy(on_policy=share, teacher_writes=min(0.2, 1 - share)))
+    drafts = made.drafts()
+    kinds = [drafts.kind(n) for n in range(4000)]
+    shares = {kind: kinds.count(kind) / 4000 for kind in ("student", "teacher", "data")}
+    assert shares["student"] == pytest.approx(share, abs=0.03)
+    assert shares["teacher"] == pytest.approx(min(0.2, 1 - share), abs=0.03)
+    other = Made(tmp_path / "x.jsonl", policy(on_policy=share, teacher_writes=min(0.2, 1 - share)), batch_size=8)
+    assert [other.drafts().kind(n) for n in range(200)] == kinds[:200]
+
+
+def test_a_group_of_the_data_set_is_that_many_of_its_examples(tmp_path) -> None:
+    made = Made(tmp_path / "x.jsonl", policy(on_policy=0.5, num_generations=2), batch_size=8)
+    draft = next(made.drafts())
+    assert {g.kind for g in draft.groups} == {"student", "data"}
+    seen = []
+    for group in draft.groups:
+        if group.kind == "data":
+            assert len(group.examples) == 2 and group.prompt is None
+            seen += [example.text for example in group.examples]
+        else:
+            seen.append(group.prompt.text)
+    assert len(seen) == len(set(seen))
+    (window,) = made.windows(1)
+    rows = [e for b in window.batches for e in b.examples]
+    assert len(rows) == 8 and {e.writer for e in rows} == {"student", None}
+    assert window.counts["written_examples"] == sum(e.writer == "student" for e in rows)
+
+
+def test_drafts_go_on_from_any_of_them(tmp_path) -> None:
+    made = Made(tmp_path / "x.jsonl", policy(on_policy=0.6, num_generations=2))
+    drafts = made.drafts()
+    first = [next(drafts) for _ in range(8)]
+    for i, draft in enumerate(first[:-1]):
+        again = made.drafts(draft.after)
+        for expected in first[i + 1 :]:
+            found = next(again)
+            assert [(g.number, g.kind) for g in found.groups] == [(g.number, g.kind) for g in expected.groups]
+            for a, b in zip(found.groups, expected.groups, strict=True):
+                assert [e.key for e in a.examples] == [e.key for e in b.examples]
+                assert (a.prompt and a.prompt.text) == (b.prompt and b.prompt.text)
+        if draft.before is not None:
+            assert [g.number for g in next(made.drafts(draft.before)).groups] == [g.number for g in draft.groups]
+
+
+@pytest.mark.parametrize("keys", [{}, {"steps_per_generation": 3, "max_staleness": 2}, {"max_staleness": 1}], ids=str)
+@pytest.mark.parametrize("stop", [1, 2, 4])
+def test_what_was_written_is_in_a_checkpoint_and_no_text_is_lost_or_used_twice(tmp_path, keys, stop) -> None:
+    """The weights do not change here, so what an engine writes is known: what matters is which texts are used."""
+    mix = policy(on_policy=0.7, num_generations=2, **keys)
+    whole = Made(tmp_path / "x.jsonl", mix).windows(8)
+    first = Made(tmp_path / "x.jsonl", mix)
+    before = first.windows(stop)
+    first.buffer.save(tmp_path)
+    waiting = load_saved(tmp_path)
+    first.buffer.close()
+    expected_waiting = 1 if keys.get("max_staleness") == 1 or (keys and stop % 3) else 0
+    assert len(waiting) == expected_waiting
+    last = before[-1]
+    second = Made(tmp_path / "x.jsonl", mix, state=last.state, waiting=waiting, version=stop, counts=last.counts)
+    after = second.windows(8 - stop, stop)
+    assert texts(before) + texts(after) == texts(whole)
+    assert [w.counts for w in after] == [w.counts for w in whole[stop:]]
+    assert [w.facts.get("rollout_staleness") for w in after] == [w.facts.get("rollout_staleness") for w in whole[stop:]]
+    behaviours = [[e.behaviour for b in w.batches for e in b.examples] for w in (after[0], whole[stop])]
+    for a, b in zip(*behaviours, strict=True):
+        assert (a is None and b is None) or np.array_equal(a, b)
+
+
+def test_the_last_generation_of_the_epochs_may_be_smaller(tmp_path) -> None:
+    made = Made(tmp_path / "x.jsonl", policy(), epochs=1, records=10)
+    windows = list(made.buffer)
+    assert [sum(len(b.examples) for b in w.batches) for w in windows] == [4, 4, 2]
+    prompts = [e.text.split(" is ")[0] for w in windows for b in w.batches for e in b.examples]
+    assert sorted(prompts) == sorted(f"Question {i}" for i in range(10))
+
+
+def test_micro_batches_are_of_like_lengths_and_no_wider_than_their_longest(tmp_path) -> None:
+    made = Made(tmp_path / "x.jsonl", policy(on_policy=0.5), batch_size=8, micro=3)
+    (window,) = made.windows(1)
+    lengths = [[len(e.ids) for e in b.examples] for b in window.batches]
+    flat = [n for some in lengths for n in some]
+    assert [sorted(some) for some in lengths] == [sorted(sorted(flat, reverse=True)[i : i + 3]) for i in range(0, 8, 3)]
+    for batch, some in zip(window.batches, lengths, strict=True):
+        assert batch.input_ids.shape[1] == max(some)
+    alone = laid_out([e for b in window.batches for e in b.examples], Layout(8, 8, 0, packing=False))
+    assert alone[0].input_ids.shape == (8, max(flat)) and not alone[0].packed
+
+
+def test_facts_about_what_was_written() -> None:
+    def text(ids, end):
+        return Written(np.array(ids, dtype=np.int32), np.zeros(len(ids), np.float32), end)
+
+    facts = about([text([1, 2, 1, 2], "eos"), text([1, 2], "length"), text([], "stop")])
+    assert facts == {
+        "rollout_length": 2.0,
+        "rollout_eos": 1 / 3,
+        "rollout_cut": 1 / 3,
+        "rollout_distinct_1": 2 / 6,
+        "rollout_distinct_2": 2 / 4,  # 12 and 21, of 12 21 12 and 12
+        "rollout_distinct_3": 1.0,
+    }
+
+
+def test_a_student_that_writes_nothing_is_told_of(tmp_path) -> None:
+    class Silent(Counting):
+        def generate(self, asked):
+            return [Written(np.zeros(0, np.int32), np.zeros(0, np.float32), "stop") for _ in asked]
+
+    made = Made(tmp_path / "x.jsonl", policy())
+    made.buffer._writers = {"student": object.__new__(Silent)}
+    made.buffer._writers["student"].version = 0
+    with pytest.raises(PotstillError, match="nothing was written in 17 steps in a row"):
+        next(made.buffer)
+
+
+# What a recipe refuses.
+
+
+def recipe(policy_keys, teachers=({"model": "shipped:teacher"},), **sections) -> dict[str, Any]:
+    return {
+        "student": {"model": "shipped:teacher"},
+        "teachers": list(teachers),
+        "data": {"sources": [{"files": "x.jsonl", "prompt": "q", "completion": "a"}], "max_length": 64},
+        "policy": {"sampling": {"max_new_tokens": 16}, **policy_keys},
+        "train": {"steps": 1, "batch_size": 8},
+    } | sections
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"num_generations": 3},
+            "num_generations 3 does not divide the 8 rows of a generation (train.batch_size 8): 1, 2, 4",
+        ),
+        (
+            {"num_generations": 2, "generation_batch_size": 8},
+            "generation_batch_size 8 × num_generations 2 = 16, and a generation has 8 rows (train.batch_size 8): "
+            "generation_batch_size 4 would fit, or train.batch_size 16",
+        ),
+        (
+            {"num_generations": 2, "generation_batch_size": 3, "steps_per_generation": 2, "max_staleness": 1},
+            "a generation has 16 rows (train.batch_size 8 × steps_per_generation 2): generation_batch_size 8 would fit",
+        ),
+        ({"steps_per_generation": 4}, "up to 3 steps old, and max_staleness is 0: raise the one or lower the other"),
+        ({"teacher_writes": 0.5}, "are shares of the same prompts and sum to more than 1"),
+        ({"sampling": {"max_new_tokens": 64}}, "leaves no room for a prompt in data.max_length 64"),
+        ({"engine": {"server": "http://x"}}, "server goes with kind: vllm"),
+        ({"engine": {"kind": "vllm", "folder": "x"}}, "folder goes with server"),
+    ],
+    ids=lambda x: x[:40] if isinstance(x, str) else "",
+)
+def test_numbers_that_do_not_fit_are_refused_with_those_that_would(keys, words) -> None:
+    with pytest.raises(PotstillError) as refused:
+        load_recipe(recipe({"on_policy": 1.0, **keys}))
+    assert words in str(refused.value)
+
+
+def test_what_cannot_be_is_refused_when_the_recipe_loads() -> None:
+    with pytest.raises(
+        PotstillError, match=r"teachers\[0\]: a cache alone cannot know fresh text: put model or server beside"
+    ):
+        load_recipe(recipe({"on_policy": 0.5}, teachers=[{"cache": "c"}]))
+    with pytest.raises(PotstillError, match="text is written, and there is no teacher to learn from"):
+        load_recipe(recipe({"on_policy": 0.5}, teachers=[], loss={"ce_weight": 1.0}))
+    alone = {"data": {"sources": [{"files": "x.jsonl", "prompt": "q"}], "max_length": 64}}
+    with pytest.raises(PotstillError, match="a source has a prompt and no completion"):
+        load_recipe(recipe({"on_policy": 0.9}, **alone))
+    load_recipe(recipe({"on_policy": 0.75, "teacher_writes": 0.25}, **alone))
+    load_recipe(recipe({"on_policy": 0.5}, teachers=[{"model": "shipped:teacher", "cache": "c"}]))
+    with pytest.raises(PotstillError, match="sampled_reverse_kl learns from tokens that the student drew itself"):
+        load_recipe(recipe({"on_policy": 0.5}, loss={"divergence": "sampled_reverse_kl"}))
