@@ -6,13 +6,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes_killed import Process
 from tiny_runs import InterruptAt, Interrupted, TinyRuns, assert_same_run, lines, metrics, steps_on_disk
 
 import potstill
@@ -21,49 +20,6 @@ from potstill.training.checkpoint import Checkpoints
 from potstill.types import PotstillError
 
 pytestmark = pytest.mark.e2e
-
-
-class Process:
-    """`potstill train RECIPE` in a process of its own, to be watched and killed."""
-
-    def __init__(self, recipe: Path, run: Path) -> None:
-        self.run = run
-        line = [sys.executable, "-m", "potstill", "train", str(recipe)]
-        self._process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    def wait_for(self, what: Callable[[], bool]) -> None:
-        """Until it is so: looked at every millisecond, so that the moments are as many as the machine is uneven."""
-        deadline = time.monotonic() + 120
-        while not what():
-            assert self._process.poll() is None, f"the run ended too early:\n{self._process.stdout.read()}"
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    def steps(self) -> int:
-        path = self.run / "metrics.jsonl"
-        return path.read_text().count("\n") if path.exists() else 0
-
-    def half_written(self) -> bool:
-        """Stopped in the middle of writing a checkpoint. Looked at again once stopped: it may just have been renamed."""
-        if not self._unfinished():
-            return False
-        self.send(signal.SIGSTOP)
-        time.sleep(0.01)
-        if not self._unfinished():
-            self.send(signal.SIGCONT)
-            return False
-        return True
-
-    def _unfinished(self) -> bool:
-        return any((self.run / "checkpoints").glob(".unfinished-step-*"))
-
-    def send(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def end(self) -> tuple[int, str]:
-        """Exit code and all it said."""
-        out, _ = self._process.communicate(timeout=120)
-        return self._process.returncode, out
 
 
 def test_killed_at_any_moment_it_ends_with_the_same_bits(runs: TinyRuns) -> None:

@@ -81,7 +81,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The steps of a run without what a clock or the machine decides."""
-    timing = ("seconds_", "tokens_per_second", "peak_memory")
+    timing = ("seconds_", "tokens_per_second", "peak_memory", "rollout_seconds", "rollout_tokens_per_second")
     return [{k: v for k, v in line.items() if not k.startswith(timing)} for line in lines(run / "metrics.jsonl")]
 
 

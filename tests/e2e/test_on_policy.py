@@ -1,0 +1,151 @@
+"""Whole runs on text that the student, or its teacher, writes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes_killed import Process
+from safetensors.torch import load_file
+from tiny_models import make_model, write_jsonl
+from tiny_runs import InterruptAt, Interrupted, TinyRuns, assert_same_run, lines, metrics
+
+import potstill
+from potstill.types import PotstillError
+
+pytestmark = pytest.mark.e2e
+
+OWN = {"on_policy": 1.0, "prompt_tokens": 6, "sampling": {"max_new_tokens": 10}}
+CHAT = [
+    [
+        {"role": "user", "content": f"How many are {i} and {i}?"},
+        {"role": "assistant", "content": f"They are {2 * i}."},
+        {"role": "user", "content": "Are you sure?"},
+        {"role": "assistant", "content": "Quite."},
+    ]
+    for i in range(12)
+]
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "strict": OWN,
+    "mixed, two a prompt": OWN | {"on_policy": 0.5, "num_generations": 2},
+    "several steps a generation": OWN | {"steps_per_generation": 3, "max_staleness": 2, "num_generations": 2},
+    "written ahead": OWN | {"max_staleness": 1},
+    "written ahead, several steps": OWN | {"steps_per_generation": 2, "max_staleness": 3, "on_policy": 0.7},
+    "the teacher writes": OWN | {"on_policy": 0.3, "teacher_writes": 0.5},
+}
+
+
+def final(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / "latest" / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("policy", VARIANTS.values(), ids=VARIANTS)
+def test_interrupted_run_ends_with_the_same_bits(runs: TinyRuns, policy: dict[str, Any]) -> None:
+    potstill.train(runs.recipe("whole", policy=policy, loss={"divergence": "reverse_kl"}))
+    broken = runs.recipe("broken", policy=policy, loss={"divergence": "reverse_kl"})
+    for step in (1, 4, 7):
+        with pytest.raises(Interrupted):
+            potstill.train(broken, [InterruptAt(step)])
+    potstill.train(broken)
+    assert_same_run(runs.folder / "broken", runs.folder / "whole")
+    saved = [path.parent.name for path in (runs.folder / "broken").rglob("rollouts.safetensors")]
+    overlaps = policy.get("max_staleness", 0) >= 2 * policy.get("steps_per_generation", 1) - 1
+    assert bool(saved) == (overlaps or policy.get("steps_per_generation", 1) == 3)  # 8 steps end within three
+
+
+def test_killed_at_any_moment_it_ends_with_the_same_bits(runs: TinyRuns) -> None:
+    options = ["train.steps=40", "checkpoint.every=3", "checkpoint.keep=3"]
+    policy = VARIANTS["written ahead, several steps"]
+    undisturbed = potstill.train(runs.recipe("whole", *options, policy=policy)).folder
+    recipe = runs.file("killed", *options, policy=policy)
+    run = runs.folder / "killed"
+    for steps in (4, 11, 20, 30):
+        process = Process(recipe, run)
+        process.wait_for(lambda process=process, steps=steps: process.steps() >= steps)
+        process.send(signal.SIGKILL)
+        assert process.end()[0] == -signal.SIGKILL
+    potstill.train(recipe)
+    assert_same_run(run, undisturbed)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_any_split_into_micro_batches_takes_the_same_steps(runs: TinyRuns, packing: bool) -> None:
+    policy = OWN | {"on_policy": 0.5, "num_generations": 2}
+    student = {"student": runs.recipe("x").student.model_dump(by_alias=True)}
+    student["student"]["config"]["attention_dropout"] = 0.0
+    found = []
+    for micro in (1, 2, 4):
+        options = [f"train.micro_batch_size={micro}", f"data.packing={str(packing).lower()}", "train.steps=3"]
+        run = potstill.train(runs.recipe(f"micro-{micro}", *options, policy=policy, **student)).folder
+        found.append(final(run))
+    for other in found[1:]:
+        for name, tensor in found[0].items():
+            torch.testing.assert_close(other[name], tensor, rtol=0, atol=2e-4)  # a step is 1e-2
+
+
+def test_the_log_tells_what_was_written(runs: TinyRuns) -> None:
+    run = potstill.train(runs.recipe("run", policy=OWN)).folder
+    for line in lines(run / "metrics.jsonl"):
+        assert line["rollout_length"] == 10.0 and line["rollout_cut"] == 1.0 and line["rollout_eos"] == 0.0
+        assert (
+            line["rollout_tokens_per_second"] > 0 and 0 < line["rollout_distinct_1"] <= line["rollout_distinct_2"] <= 1
+        )
+        assert line["rollout_staleness"] == 0 and line["kd"] > 0
+
+
+def test_chats_and_prompts_are_answered(runs: TinyRuns, tmp_path: Path) -> None:
+    chats = write_jsonl(tmp_path / "chat.jsonl", [{"m": chat} for chat in CHAT])
+    asked = write_jsonl(tmp_path / "asked.jsonl", [{"q": f"Question {i}: "} for i in range(12)])
+    for name, source in (
+        ("chat", {"files": str(chats), "messages": "m"}),
+        ("asked", {"files": str(asked), "prompt": "q"}),
+    ):
+        data = {"sources": [source], "max_length": 96}
+        run = potstill.train(runs.recipe(name, "train.epochs=1", "train.steps=null", policy=OWN, data=data))
+        assert run.step == run.total_steps == 3 and run.counts["written_examples"] == 12
+        assert run.counts["supervised_tokens"] == run.counts["written_tokens"] == 120
+
+
+@pytest.mark.parametrize("method", ["spelled", "shared", "projection", "chunk", "uld"])
+def test_a_teacher_with_other_tokens_corrects_what_the_student_wrote(
+    runs: TinyRuns, tmp_path: Path, method: str, other_teacher: Path
+) -> None:
+    chats = write_jsonl(tmp_path / "chat.jsonl", [{"m": chat} for chat in CHAT])
+    sources = [{"files": str(runs.text)}, {"files": str(chats), "messages": "m"}]
+    run = potstill.train(
+        runs.recipe(
+            method,
+            policy=OWN | {"on_policy": 0.5, "teacher_writes": 0.25},
+            teachers=[{"model": str(other_teacher), "across": {"method": method}}],
+            data={"sources": sources, "max_length": 96, "shuffle_buffer": 32},
+        )
+    ).folder
+    found = metrics(run)
+    assert len(found) == 8
+    for line in found:
+        assert line["kd"] > 0 and line["align_bytes"] > 0.5
+
+
+@pytest.fixture(scope="module")
+def other_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the shipped Unigram vocabulary, and the chat template of the other."""
+    from transformers import AutoTokenizer
+
+    from potstill.shipped import locate
+
+    folder = tmp_path_factory.mktemp("other") / "teacher"
+    make_model(folder, vocab_size=1024)
+    tokenizer = AutoTokenizer.from_pretrained(locate("shipped:tokenizers/pieces-1k"))
+    tokenizer.chat_template = AutoTokenizer.from_pretrained(locate("shipped:tokenizers/bytes-2k")).chat_template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_teacher_that_cannot_write_is_told_of(runs: TinyRuns) -> None:
+    policy = OWN | {"on_policy": 0.0, "teacher_writes": 1.0}
+    with pytest.raises(PotstillError, match="a cache alone cannot know fresh text"):
+        runs.recipe("x", policy=policy, teachers=[{"cache": "nowhere"}])
