@@ -155,7 +155,7 @@ def check_cache(
     if loss.by_draws and "imported" in cache.manifest:
         raise PotstillError(
             f"{where}: the cache was imported, and does not know how likely the text's own tokens were where they are not "
-            "among the entries, which loss.divergence: sampled_reverse_kl needs: take another divergence, or a cache that was built"
+            "among the entries, which sampled_reverse_kl needs: take another loss.divergence, or a cache that was built here"
         )
     return width, check_loss(cache.form, loss, where)
 
