@@ -267,7 +267,7 @@ class ChosenTarget:
         return ChosenTarget(self.logprobs[rows])
 
 
-Target = DenseTarget | TopKTarget | SampledTarget | CrossTarget
+Target = DenseTarget | TopKTarget | SampledTarget | CrossTarget | ChosenTarget
 
 
 class Teacher(Protocol):

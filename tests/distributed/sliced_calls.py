@@ -139,6 +139,9 @@ def special(world: int) -> dict[str, SlicedCall]:
         "weights by row": replace(
             again, targets=[(torch.arange(ROWS) / 3.0, again.targets[0][1]), (0.4, hidden.targets[0][1])]
         ),
+        "cross-entropy's weights by row": by_row(again),
+        "cross-entropy's weights by row, T ≠ 1": by_row(top_k),
+        "cross-entropy alone, weights by row": replace(by_row(again), targets=[]),
         "the mean of two": replace(again, targets=[(1.0, mean_of(again, top=4.0))]),
         "the mean of two, T ≠ 1": mean_call(make(world, "forward_kl", "dense hidden", 2.5, "everything")),
         "the mean of two, whole": replace(mean_call(logits), sizes=even(world), whole_teacher=True),
@@ -155,6 +158,11 @@ def special(world: int) -> dict[str, SlicedCall]:
         "bfloat16": narrow_dtype(again, torch.bfloat16),
         "float32": narrow_dtype(again, torch.float32),
     }
+
+
+def by_row(call: SlicedCall) -> SlicedCall:
+    """Some below 0, one 0."""
+    return replace(call, options={**call.options, "ce_weight": torch.arange(ROWS) / 4.0 - 0.75})
 
 
 def mean_of(call: SlicedCall, top: float = 1.0) -> DenseTarget:

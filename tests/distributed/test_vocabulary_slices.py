@@ -54,6 +54,8 @@ def test_calls_are_not_trivial():
             found = call.run()
             if name.startswith("across"):  # a chunk's value is at its first row
                 assert found["kd"].sum() > 1e-3 and found["hidden"].abs().max() > 1e-3, name
+            elif name == "cross-entropy alone, weights by row":
+                assert found["ce"].min() > 1e-2 and found["hidden"].abs().max() > 1e-3 and not found["kd"].any()
             elif name != "no rows":
                 assert found["kd"].min() > 1e-6 and found["hidden"].abs().max() > 1e-3, name
             else:

@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny import CPU, LLAMA, TOKENIZER, batch_of, examples, tiny
@@ -59,13 +60,18 @@ def ready(steps):
     return Prepared(steps, [[None] for _ in steps.batches])
 
 
-def recipe(**train):
+OWN = {"divergence": "sampled_reverse_kl", "discount": 0.9, "ce_weight": 0.5}
+
+
+def recipe(own=False, **train):
+    """`own`: on text that the student wrote, by its own tokens."""
     return Recipe.model_validate(
         {
             "student": {"config": LLAMA, "tokenizer": TOKENIZER},
             "teachers": [{"model": "unused"}],
             "data": {"sources": [{"files": "unused"}]},
-            "loss": {"divergence": "jsd", "temperature": 2.0, "ce_weight": 0.5},
+            "policy": {"on_policy": float(own), "sampling": {"max_new_tokens": 16}},
+            "loss": OWN if own else {"divergence": "jsd", "temperature": 2.0, "ce_weight": 0.5},
             "train": {"steps": 3, "batch_size": 4, **train},
         }
     )
@@ -78,8 +84,10 @@ def parts_of(student, teacher, device, settings):
     return Parts(device, student, module, [live], optimizers, settings.train.precision, None, None)
 
 
-def window(packed, micro_batches):
+def window(packed, micro_batches, own=False):
     documents = examples([9, 17, 4, 12])
+    if own:
+        documents = [replace(d, behaviour=np.full(len(d.ids), -7.6, np.float32)) for d in documents]
     rows = [[documents[0], documents[1]], [documents[2], documents[3]]] if packed else [[d] for d in documents]
     size = len(rows) // micro_batches
     batches = tuple(batch_of(*rows[i : i + size]) for i in range(0, len(rows), size))
@@ -107,11 +115,11 @@ def fake_cuda(tmp_path_factory):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_step_on_fake_cuda_tensors_mixes_no_devices(fake_cuda, packed, optimizer, monkeypatch):
+@pytest.mark.parametrize(("optimizer", "own"), [("adamw", False), ("muon", False), ("adamw", True)])
+def test_a_step_on_fake_cuda_tensors_mixes_no_devices(fake_cuda, packed, optimizer, own, monkeypatch):
     """Everything of a step but autograd's engine, which wants a real device: our gradients are made in the forward pass."""
     student, teacher = tiny(0), tiny(1, hidden_size=48)
-    settings = recipe(precision="bf16", optimizer={"name": optimizer})
+    settings = recipe(own, precision="bf16", optimizer={"name": optimizer})
     reads = []
     monkeypatch.setattr(loop, "read", lambda values: reads.append(values) or [0.5] * values.shape[0])
     monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: 0)
@@ -124,7 +132,7 @@ def test_a_step_on_fake_cuda_tensors_mixes_no_devices(fake_cuda, packed, optimiz
                 p.grad = torch.empty_like(p)
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
-        batches = tuple(fake_batch(mode, batch) for batch in window(packed, 1).batches)
+        batches = tuple(fake_batch(mode, batch) for batch in window(packed, 1, own).batches)
         steps = Window(batches, {}, {"supervised_tokens": 1}, 0)
         metrics = loop.optimizer_step(settings, parts, ready(steps), Run(Path(), total_steps=3), Stopwatch())
     assert metrics["step"] == 1
@@ -152,29 +160,29 @@ def fake_batch(mode, batch):
     def fake(t):
         return mode.from_tensor(t)
 
-    rows = replace(
-        batch.rows, student=fake(batch.rows.student), teacher=fake(batch.rows.teacher), labels=fake(batch.rows.labels)
-    )
+    parts = {name: getattr(batch.rows, name) for name in ("student", "teacher", "labels", "behaviour")}
+    rows = replace(batch.rows, **{name: None if t is None else fake(t) for name, t in parts.items()})
     moved = {name: fake(getattr(batch, name)) for name in ("input_ids", "position_ids", "document")}
     return replace(batch, rows=rows, **moved)
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_host_waits_once_a_step(packed, micro_batches, monkeypatch):
+@pytest.mark.parametrize(("micro_batches", "own"), [(1, False), (2, False), (2, True)])
+def test_the_host_waits_once_a_step(packed, micro_batches, own, monkeypatch):
     """None per micro-batch; only the step's one batched read for the log, which is not counted here but seen."""
-    settings = recipe()
+    settings, steps = recipe(own), window(packed, micro_batches, own)
     parts = parts_of(tiny(0), tiny(1, hidden_size=48), CPU, settings)
     reads = []
     real = loop.read
     monkeypatch.setattr(loop, "read", lambda values: reads.append(values.shape) or real(values))
-    loop.optimizer_step(settings, parts, ready(window(packed, micro_batches)), Run(Path(), total_steps=3), Stopwatch())
+    loop.optimizer_step(settings, parts, ready(steps), Run(Path(), total_steps=3), Stopwatch())
     with CountWaits() as counter:
         for method in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
             note = functools.partial(noting, counter.seen, getattr(torch.Tensor, method), method)
             monkeypatch.setattr(torch.Tensor, method, functools.partialmethod(note))
-        loop.optimizer_step(settings, parts, ready(window(packed, micro_batches)), Run(Path(), 1, 3), Stopwatch())
+        metrics = loop.optimizer_step(settings, parts, ready(steps), Run(Path(), 1, 3), Stopwatch())
     assert len(reads) == 2
+    assert (metrics.keys() >= {"behaviour_gap", "ratio_mean", "ratio_clipped", "advantage"}) == own
     # The one read, for the log. On a CPU, where nobody waits, the backward pass looks whether its scale is 1.
     assert counter.seen == ["__bool__", "aten._local_scalar_dense.default"] * micro_batches + ["tolist"]
 

@@ -6,7 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from potstill.losses import DIVERGENCES, DenseTarget, SampledTarget, TopKTarget, compare_rows, fused_linear_kd
+from potstill.losses import (
+    DIVERGENCES,
+    ChosenTarget,
+    DenseTarget,
+    SampledTarget,
+    TopKTarget,
+    compare_rows,
+    fused_linear_kd,
+)
 
 
 def naive_divergence(name, logp, logq, beta, alpha):
@@ -81,6 +89,74 @@ def test_equals_full_logits(name, temperature, chunk_rows):
     torch.testing.assert_close(out.ce, ce, rtol=1e-10, atol=1e-12)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 3])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("kind", ["none", "dense", "narrow", "top-k", "two"])
+def test_cross_entropy_weights_by_row(kind, temperature, chunk_rows):
+    """Against whole logits and autograd; weights above, below and at 0."""
+    torch.manual_seed(8)
+    n, v = 7, 19
+    hidden, weight, bias, teacher, other = (
+        torch.randn(*shape, dtype=torch.float64) for shape in ((n, 4), (v, 4), (v,), (n, v), (n, v))
+    )
+    inputs = [x.requires_grad_() for x in (hidden, weight, bias)]
+    labels, ce_weight = torch.randint(v, (n,)), torch.tensor([0.4, 0.0, -1.5, 2.0, 0.0, 0.3, -0.1], dtype=torch.float64)
+    row_weight = torch.rand(n, dtype=torch.float64)
+    logits = 5.0 * torch.tanh(F.linear(hidden, weight, bias) * 1.3 / 5.0)
+    logq, width = (logits / temperature).log_softmax(-1), 15 if kind == "narrow" else v
+    top = (teacher / temperature).log_softmax(-1).topk(4)
+    tail = torch.log1p(-top.values.exp().sum(-1))
+    targets = {
+        "none": [],
+        "dense": [(1.0, DenseTarget(logits=teacher))],
+        "narrow": [(1.0, DenseTarget(logits=teacher[:, :width]))],
+        "top-k": [(1.0, TopKTarget(top.indices, top.values, tail))],
+        "two": [(0.5, DenseTarget(logits=teacher)), (2.0, DenseTarget(logits=other))],
+    }[kind]
+    if kind == "top-k":
+        kept = logq.gather(-1, top.indices)
+        rest = logq.scatter(-1, top.indices, -torch.inf).logsumexp(-1)
+        buckets = lambda a, b: torch.cat([a, b[:, None]], -1)  # noqa: E731
+        kd = naive_divergence("reverse_kl", buckets(top.values, tail), buckets(kept, rest), 0.3, 0.1)
+    else:
+        parts = [(share, (target.logits / temperature).log_softmax(-1)) for share, target in targets]
+        logq = (logits[:, :width] / temperature).log_softmax(-1)
+        kd = sum(
+            (share * naive_divergence("reverse_kl", logp, logq, 0.3, 0.1) for share, logp in parts), torch.zeros(n)
+        )
+    ce = F.cross_entropy(logits, labels, reduction="none")
+    wanted = (row_weight * (0.7 * temperature**2 * kd + ce_weight * ce)).sum()
+    out = fused_linear_kd(
+        hidden,
+        weight,
+        targets,
+        labels=labels,
+        row_weight=row_weight,
+        divergence="reverse_kl",
+        temperature=temperature,
+        kd_weight=0.7,
+        ce_weight=ce_weight,
+        bias=bias,
+        softcap=5.0,
+        logit_scale=1.3,
+        chunk_rows=chunk_rows,
+    )
+    torch.testing.assert_close(out.loss, wanted, rtol=1e-10, atol=1e-12)
+    for a, b in zip(torch.autograd.grad(out.loss, inputs), torch.autograd.grad(wanted, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_equal_cross_entropy_weights_by_row_are_one_weight():
+    torch.manual_seed(9)
+    inputs = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    target, labels, found = DenseTarget(logits=torch.randn(5, 9)), torch.randint(9, (5,)), []
+    for weight in (0.25, torch.full((5,), 0.25)):
+        out = fused_linear_kd(*inputs, target, labels=labels, ce_weight=weight)
+        found.append((out.loss.detach(), *torch.autograd.grad(out.loss, inputs)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 KINDS = [*itertools.product(DIVERGENCES, ["dense", "top-k"]), ("forward_kl", "sampled")]
@@ -174,6 +250,13 @@ def test_memory_does_not_grow_with_rows_times_vocabulary():
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"beta": 1.5}, "beta must be between 0 and 1"),
         ({"ce_weight": 1.0}, "ce_weight needs labels"),
+        ({"ce_weight": torch.zeros(3)}, "ce_weight needs labels"),
+        (
+            {"ce_weight": torch.zeros(2), "labels": torch.zeros(3).long()},
+            r"ce_weight \[2\] of torch.float32 must be a number",
+        ),
+        ({"ce_weight": torch.zeros(3).long(), "labels": torch.zeros(3).long()}, "one a row, and floating point"),
+        ({"target": ChosenTarget(torch.zeros(3))}, "only how likely the text's own tokens are, and a divergence needs"),
         ({"labels": torch.zeros(4, dtype=torch.int64)}, r"labels \[4\] of torch.int64 must be \[3\]"),
         ({"weight": torch.zeros(9, 5)}, "must be"),
         ({"target": DenseTarget(logits=torch.zeros(2, 9))}, "2 rows and the student 3"),

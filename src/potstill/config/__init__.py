@@ -81,7 +81,7 @@ class Recipe(Section):
                 "data.sources: a source has a prompt and no completion, and a share of the text is the data set's: name the "
                 "column with completions, or let all answers be written (policy.on_policy: 1)"
             )
-        if self.loss.divergence == "sampled_reverse_kl" and policy.on_policy < 1:
+        if self.loss.by_draws and policy.on_policy < 1:
             raise ValueError(
                 "loss.divergence: sampled_reverse_kl learns from tokens that the student drew itself: set policy.on_policy to 1"
             )

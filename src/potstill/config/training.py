@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from potstill.config.data import DataConfig
-from potstill.sections import Positive, Schedule, Scheduled, Section, Share
+from potstill.sections import Positive, Schedule, Scheduled, Section, Share, fixed_value
 
 
 class LossConfig(Section):
@@ -57,6 +57,20 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _ranges(self) -> LossConfig:
+        if self.by_draws and fixed_value(self.temperature) != 1:
+            raise ValueError(
+                "divergence: sampled_reverse_kl compares how likely the drawn tokens are, which is at temperature 1: leave "
+                "temperature out, or choose another divergence"
+            )
+        if self.by_draws and self.entropy_gate is not None:
+            raise ValueError(
+                "entropy_gate needs the teacher's distribution, of which divergence: sampled_reverse_kl sees the drawn tokens "
+                "only: leave entropy_gate out, or choose reverse_kl"
+            )
+        if self.by_draws and self.dynamic_scaling:
+            raise ValueError(
+                "dynamic_scaling divides by the divergence, and the value of sampled_reverse_kl may be 0 or below: leave it out"
+            )
         if self.confidence is not None and self.several != "sum":
             raise ValueError(f"confidence goes with several: sum, not with {self.several}")
         for key in ("temperature", "kd_weight", "ce_weight"):
@@ -69,6 +83,11 @@ class LossConfig(Section):
             if min(ends) < 0:
                 raise ValueError(f"{key} must not be negative, and is {min(ends)}")
         return self
+
+    @property
+    def by_draws(self) -> bool:
+        """Whether it learns from the tokens that the student drew, and asks a teacher only how likely those are."""
+        return self.divergence == "sampled_reverse_kl"
 
 
 class OptimizerConfig(Section):

@@ -4,20 +4,25 @@ from potstill.losses.compare import RowStats, compare_rows, label_logprobs, row_
 from potstill.losses.divergences import DIVERGENCES
 from potstill.losses.fused import FusedLoss, fused_linear_kd
 from potstill.losses.kd import KDLoss
-from potstill.types import CrossTarget, DenseTarget, SampledTarget, TopKTarget
+from potstill.losses.score import Score, chosen_logprobs, sampled_reverse_kl
+from potstill.types import ChosenTarget, CrossTarget, DenseTarget, SampledTarget, TopKTarget
 
 __all__ = [
     "DIVERGENCES",
+    "ChosenTarget",
     "CrossTarget",
     "DenseTarget",
     "FusedLoss",
     "KDLoss",
     "RowStats",
     "SampledTarget",
+    "Score",
     "TopKTarget",
+    "chosen_logprobs",
     "compare_rows",
     "fused_linear_kd",
     "label_logprobs",
     "row_confidence",
+    "sampled_reverse_kl",
     "shared_mass",
 ]

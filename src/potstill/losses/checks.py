@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from potstill.losses.divergences import DIVERGENCES
-from potstill.types import CrossTarget, DenseTarget, SampledTarget, Target, TopKTarget
+from potstill.types import ChosenTarget, CrossTarget, DenseTarget, SampledTarget, Target, TopKTarget
 
 CROSS_METHODS = ("shared", "projection", "chunk", "uld")  # those of losses/cross.py
 
@@ -25,7 +25,7 @@ def check_call(
     temperature: float,
     beta: float,
     alpha: float,
-    ce_weight: float,
+    ce_weight: float | Tensor,
     bias: Tensor | None,
     softcap: float | None,
     entropy_gate: float | None,
@@ -46,7 +46,10 @@ def check_call(
     if not v:
         raise ValueError("weight has no columns of the vocabulary: it must be [V, H] with V at least 1")
     _check_bias(bias, v, "bias")
-    if ce_weight and labels is None:
+    if isinstance(ce_weight, Tensor) and (ce_weight.shape != (n,) or not ce_weight.is_floating_point()):
+        what = f"{list(ce_weight.shape)} of {ce_weight.dtype}"
+        raise ValueError(f"ce_weight {what} must be a number, or [{n}], one a row, and floating point")
+    if (isinstance(ce_weight, Tensor) or ce_weight) and labels is None:
         raise ValueError("ce_weight needs labels")
     if labels is not None and (labels.shape != (n,) or labels.dtype != torch.int64):
         raise ValueError(f"labels {list(labels.shape)} of {labels.dtype} must be [{n}] of torch.int64, one a row")
@@ -78,6 +81,11 @@ def check_call(
                 raise ValueError(f"sampled targets are unbiased for forward_kl only, not for {divergence}")
         elif isinstance(target, CrossTarget):
             _check_cross(target, labels, temperature)
+        elif isinstance(target, ChosenTarget):
+            raise ValueError(
+                "a ChosenTarget tells only how likely the text's own tokens are, and a divergence needs a distribution: "
+                "losses.sampled_reverse_kl learns from such targets"
+            )
         else:
             raise ValueError(f"{type(target).__name__} is not a DenseTarget, TopKTarget, SampledTarget or CrossTarget")
 

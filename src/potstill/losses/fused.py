@@ -46,7 +46,7 @@ def fused_linear_kd(
     beta: float = 0.5,
     alpha: float = 0.1,
     kd_weight: float = 1.0,
-    ce_weight: float = 0.0,
+    ce_weight: float | Tensor = 0.0,
     bias: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -60,6 +60,8 @@ def fused_linear_kd(
     weighted sum. A weight may be a tensor [N], one a row (the same for all rows of a chunk of a `CrossTarget`). A dense target
     narrower than V leaves the student's further ids (padding of the vocabulary) out of the divergence's softmax; the
     cross-entropy is always over all of V.
+
+    `ce_weight` may be a tensor [N] too, one a row; a weight below 0 makes the row's label less likely.
 
     `entropy_gate`: where the teacher's entropy, as a share of the largest possible one, is g, the row's divergence is
     (1 − g^gate) of the chosen one and g^gate of forward KL: the less sure the teacher, the more of its spread is learnt.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from potstill.losses.divergences import DIVERGENCES, LOG_FLOOR, Block, Knobs, forward_kl, temperature_scale
 from potstill.losses.vocab_parallel import Columns
-from potstill.types import CrossTarget, DenseTarget, SampledTarget, Target, TopKTarget
+from potstill.types import ChosenTarget, CrossTarget, DenseTarget, SampledTarget, Target, TopKTarget
 
 LOG2_E = math.log2(math.e)
 Ready = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]  # q, p, and the masses of P and Q, as a Block has them
@@ -52,7 +52,7 @@ class Call:
     knobs: Knobs
     temperature: float
     kd_weight: float
-    ce_weight: float
+    ce_weight: float | Tensor
     softcap: float | None
     logit_scale: float
     entropy_gate: float | None
@@ -106,9 +106,10 @@ def loss_of_rows(
         grad.mul_(weight) if grad is z else grad.addcmul_(work, weight)
     if not differentiate:
         return kd, ce
-    if q is not None and call.ce_weight:
+    if q is not None and (isinstance(call.ce_weight, Tensor) or call.ce_weight):
         assert call.labels is not None
-        weight = (row_weight * call.ce_weight)[:, None]
+        ce_weight = call.ce_weight[rows].to(z.dtype) if isinstance(call.ce_weight, Tensor) else call.ce_weight
+        weight = (row_weight * ce_weight)[:, None]
         grad.addcmul_(q, weight)
         where, inside = call.columns.local(call.labels[rows, None])
         grad.scatter_add_(-1, where, -weight if inside is None else -weight * inside)
@@ -193,7 +194,7 @@ def _divergence(
     elif isinstance(target, SampledTarget):
         value, factor = _sampled(z, target, rows, call, scratch)
     else:
-        assert not isinstance(target, CrossTarget), "it was opened before"
+        assert not isinstance(target, CrossTarget | ChosenTarget), "one was opened before, the other refused"
         value, factor = target.loss(z, rows, call, scratch)
     return value * scale, factor * scale / t
 

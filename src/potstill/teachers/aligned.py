@@ -310,6 +310,11 @@ def cross_target(
 
 def check_across(across: AcrossConfig, loss: LossConfig, where: str, form: Format | None = None) -> float:
     """The loss's temperature, where a teacher with another tokenizer can serve it. `form`: of its cache."""
+    if loss.by_draws:
+        raise PotstillError(
+            f"{where}: loss.divergence: sampled_reverse_kl needs a teacher that reads the student's own tokens, and this one "
+            "has another tokenizer or a prompt of its own: use across.method: chunk with another divergence"
+        )
     temperature = fixed_value(loss.temperature)
     one = across.method == "chunk" or (form is not None and form.kind != "hidden")
     if temperature is None or (one and temperature != 1.0):

@@ -15,11 +15,20 @@ from potstill.config import DataConfig, LossConfig
 from potstill.models import check_rows, load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
 from potstill.sections import fixed_value
-from potstill.teachers.codec import Chosen, Document, Format, read_hidden, read_rest, read_sampled, read_top_k
+from potstill.teachers.codec import (
+    Chosen,
+    Document,
+    Format,
+    read_chosen,
+    read_hidden,
+    read_rest,
+    read_sampled,
+    read_top_k,
+)
 from potstill.teachers.reading import chat_kwargs, template_fingerprint
 from potstill.teachers.shelf import Shelf
 from potstill.teachers.store import Cache
-from potstill.types import Batch, DenseTarget, Example, PotstillError, SampledTarget, Target, TopKTarget
+from potstill.types import Batch, ChosenTarget, DenseTarget, Example, PotstillError, SampledTarget, Target, TopKTarget
 
 NONE = np.zeros(0, dtype=np.int64)
 
@@ -28,13 +37,23 @@ class CachedTeacher:
     """Reads what a teacher once said. `prepare` decodes it; `targets` only moves it to the device, but for what has to be
     computed first."""
 
-    def __init__(self, shelf: Shelf, width: int, name: str, weight: float = 1.0, *, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        width: int,
+        name: str,
+        weight: float = 1.0,
+        *,
+        temperature: float = 1.0,
+        chosen_only: bool = False,
+    ) -> None:
         self.width = width  # ids that student and teacher share; the rest take no part
         self.name = name
         self.weight = weight
         self.shelf = shelf
         self.form = shelf.cache.form
         self._temperature = temperature
+        self._chosen_only = chosen_only  # the loss asks how likely the text's own tokens are, and no more
 
     def lacks(self, batch: Batch) -> Sequence[int]:
         return self.shelf.lacks(batch)
@@ -60,6 +79,8 @@ class CachedTeacher:
             assert prepared.hidden is not None
             return replace(self.shelf.head(device, self.width), hidden=prepared.hidden.to(device, non_blocking=True))
         moved: Any = prepared.to(device)
+        if isinstance(moved, ChosenTarget):
+            return moved
         if isinstance(moved, TopKTarget) and moved.rest is not None:
             moved = replace(moved, rest=moved.rest.long())
         return replace(moved, ids=moved.ids.long())
@@ -71,6 +92,8 @@ class CachedTeacher:
         form = self.form
         if form.kind == "hidden":
             return DenseTarget(hidden=hidden_rows(chosen))
+        if self._chosen_only:
+            return ChosenTarget(torch.from_numpy(read_chosen(chosen)))
         if form.kind == "sampled":
             ids, shares, entropy = map(torch.from_numpy, read_sampled(chosen))
             return SampledTarget(ids, shares, entropy, width=self.width)
@@ -129,6 +152,11 @@ def check_cache(
         )
     _check_rendering(cache, student, tokenizer, data, where)
     check_pieces(cache, data, where)
+    if loss.by_draws and "imported" in cache.manifest:
+        raise PotstillError(
+            f"{where}: the cache was imported, and does not know how likely the text's own tokens were where they are not "
+            "among the entries, which sampled_reverse_kl needs: take another loss.divergence, or a cache that was built here"
+        )
     return width, check_loss(cache.form, loss, where)
 
 
@@ -167,10 +195,18 @@ def check_loss(form: Format, loss: LossConfig, where: str) -> float:
     """The temperature of the loss, where a cache of this format can serve it."""
     if form.kind == "hidden":
         return 1.0  # the head is there: any temperature can be had
+    if loss.by_draws:
+        if form.kind == "sampled":
+            raise PotstillError(
+                f"{where}: the cache holds draws of the teacher's, and loss.divergence: sampled_reverse_kl needs how likely "
+                "the student's tokens were to it: use a cache of kind chosen, top_k or hidden"
+            )
+        return 1.0
     if form.kind == "chosen":
         raise PotstillError(
             f"{where}: the cache holds only how likely the text's own tokens were, and the loss needs a distribution: build "
-            "one with --kind top_k, sampled or hidden"
+            "one with --kind top_k, sampled or hidden, or learn by the student's own tokens (loss.divergence: "
+            "sampled_reverse_kl)"
         )
     temperature = fixed_value(loss.temperature)
     if temperature is None or temperature not in form.temperatures:

@@ -87,6 +87,11 @@ def _check_several(teacher: Teacher, config: TeacherConfig, loss: LossConfig, wh
             f"{where}: loss.several is average, for which a teacher must give whole distributions over the student's own ids "
             "for every document: a model with the student's tokenizer or a cache of kind hidden, without only and prompt"
         )
+    if loss.confidence not in (None, "ce") and loss.by_draws and form is not None and form.kind != "hidden":
+        raise PotstillError(
+            f"{where}: loss.divergence: sampled_reverse_kl reads from the cache only how likely the text's own tokens were, "
+            f"which does not tell the teacher's {loss.confidence}, as loss.confidence asks: take confidence: ce, or kind hidden"
+        )
     if (loss.several == "best" or loss.confidence) and form is not None and form.kind == "sampled":
         raise PotstillError(
             f"{where}: the cache holds draws, which do not tell how sure the teacher is, as loss."
@@ -139,7 +144,8 @@ class Opening:
         shelf = Shelf(cache, skip_missing=skip, scribe=scribe, data=self.data, piece=piece)
         if other is None:
             width, temperature = check_cache(cache, self.student, self.data, self.loss, where)
-            return CachedTeacher(shelf, width, config.name, config.weight, temperature=temperature)
+            only = self.loss.by_draws
+            return CachedTeacher(shelf, width, config.name, config.weight, temperature=temperature, chosen_only=only)
         check_pieces(cache, self.data, where)
         if "imported" in cache.manifest and config.across.method in ("shared", "projection", "chunk"):
             raise PotstillError(

@@ -9,7 +9,7 @@ from torch import nn
 
 from potstill.config import LossConfig
 from potstill.teachers.weighing import ask, complete
-from potstill.types import Batch, DenseTarget, PotstillError
+from potstill.types import Batch, ChosenTarget, DenseTarget, PotstillError
 
 if TYPE_CHECKING:
     from potstill.teachers.several import Prepared
@@ -28,7 +28,7 @@ def diagnose(loss: LossConfig, parts: Parts, prepared: Prepared, knobs: LossKnob
         where = f"step {step}, micro-batch {number} of {len(batches)} ({_documents(batch)})"
         targets = ask(parts.teachers, complete(parts.teachers, ready, batch), batch, loss)
         for index, (_, target) in enumerate(targets):
-            if isinstance(target, DenseTarget) and (what := _not_finite(target)):
+            if isinstance(target, DenseTarget | ChosenTarget) and (what := _not_finite(target)):
                 cause = f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"
                 return f"the loss is not finite at {where}: {cause}{nothing_taken}"
         with parts.autocast():
@@ -52,7 +52,9 @@ def refuse_broken_weights(module: nn.Module, step: int) -> None:
         )
 
 
-def _not_finite(target: DenseTarget) -> str | None:
+def _not_finite(target: DenseTarget | ChosenTarget) -> str | None:
+    if isinstance(target, ChosenTarget):  # −inf is floored, and harms nothing
+        return "log-probabilities are" if target.logprobs.isnan().any() else None
     if target.mean:
         return next((what for _, part in target.mean if (what := _not_finite(part))), None)
     parts = {"hidden states are": target.hidden, "output head is": target.weight}

@@ -28,7 +28,7 @@ from potstill.training.optimizer import lr_factor, set_lr
 from potstill.training.run import Callback, Run
 from potstill.training.setup import Parts, assemble, open_run, resume
 from potstill.training.stop import StopSignal
-from potstill.training.student import SUMS, LossKnobs
+from potstill.training.student import SAMPLED, SUMS, LossKnobs
 from potstill.types import Batch, PotstillError, Target, Teacher
 
 
@@ -135,6 +135,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
         "ce_weight": knobs.ce_weight,
         **_means(of),
         **_alignment(counts, of),
+        **_own(of, knobs.divergence if teachers else None),
         **window.facts,
         "grad_norm": norm_value,
         "lr": lr,
@@ -160,6 +161,8 @@ def loss_knobs(recipe: Recipe, progress: float) -> LossKnobs:
         kd_weight=value_at(loss.kd_weight, progress),
         ce_weight=value_at(recipe.ce_weight, progress),
         entropy_gate=loss.entropy_gate,
+        discount=loss.discount,
+        ratio_clip=loss.ratio_clip,
     )
 
 
@@ -192,6 +195,21 @@ def _means(of: Mapping[str, float]) -> dict[str, float | None]:
     rows = of["stat_rows"]
     keys = ("kl", "teacher_entropy", "student_entropy", "agreement")
     return {key: of[key] / rows if rows and not math.isnan(of[key]) else None for key in keys}
+
+
+def _own(of: Mapping[str, float], divergence: str | None) -> dict[str, float]:
+    """Means over the tokens that the student wrote itself."""
+    rows = of["own_rows"]
+    if not rows:
+        return {}
+    means = {"behaviour_gap": of["behaviour_gap"] / rows}
+    if divergence == SAMPLED:
+        means |= {
+            "ratio_mean": of["ratio"] / rows,
+            "ratio_clipped": of["clipped"] / rows,
+            "advantage": of["advantage"] / rows,
+        }
+    return means
 
 
 def _alignment(counts: Counter[str], of: Mapping[str, float]) -> dict[str, float]:

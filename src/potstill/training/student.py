@@ -5,13 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from potstill.losses import DenseTarget, compare_rows, fused_linear_kd, shared_mass
+from potstill.losses import (
+    DenseTarget,
+    FusedLoss,
+    Score,
+    chosen_logprobs,
+    compare_rows,
+    fused_linear_kd,
+    sampled_reverse_kl,
+    shared_mass,
+)
 from potstill.models import LanguageModel
-from potstill.types import Batch, CrossTarget, SampledTarget, Spelling, Target, TopKTarget
+from potstill.types import Batch, ChosenTarget, CrossTarget, SampledTarget, Spelling, Target, TopKTarget
+
+SAMPLED = "sampled_reverse_kl"  # the divergence that learns from the tokens the student drew
 
 
 @dataclass(frozen=True)
@@ -25,11 +37,14 @@ class LossKnobs:
     kd_weight: float
     ce_weight: float
     entropy_gate: float | None = None
+    discount: float = 0.0
+    ratio_clip: float = 2.0
 
 
 # What a forward pass sums up for the log, in this order.
 SUMS = (
     "loss", "kd", "ce", "stat_rows", "kl", "teacher_entropy", "student_entropy", "agreement", "shared_rows", "shared_mass",
+    "own_rows", "behaviour_gap", "ratio", "clipped", "advantage",
 )  # fmt: skip
 
 
@@ -56,29 +71,33 @@ class StudentLoss(nn.Module):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         head = self.student.at_rows(hidden)
         assert head.hidden is not None and head.weight is not None
-        out = fused_linear_kd(
-            head.hidden,
-            head.weight,
-            targets,
-            labels=batch.rows.labels,
-            row_weight=head.hidden.new_full((len(batch.rows),), 1.0 / divisor, dtype=torch.float32),
-            divergence=knobs.divergence,
-            temperature=knobs.temperature,
-            beta=knobs.beta,
-            alpha=knobs.alpha,
-            kd_weight=knobs.kd_weight,
-            ce_weight=knobs.ce_weight,
-            entropy_gate=knobs.entropy_gate,
-            bias=head.bias,
-            softcap=head.softcap,
-            logit_scale=head.logit_scale,
-        )
+        score: Score | None = None
+        if knobs.divergence == SAMPLED:
+            out, score = _by_draws(head, batch, targets, divisor, knobs)
+        else:
+            out = fused_linear_kd(
+                head.hidden,
+                head.weight,
+                targets,
+                **_of_rows(head, batch, divisor),
+                divergence=knobs.divergence,
+                temperature=knobs.temperature,
+                beta=knobs.beta,
+                alpha=knobs.alpha,
+                kd_weight=knobs.kd_weight,
+                ce_weight=_ce_weight(batch, knobs),
+                entropy_gate=knobs.entropy_gate,
+            )
         sums = torch.zeros(len(SUMS), dtype=torch.float32, device=out.loss.device)
         sums[0], sums[1], sums[2] = out.loss.detach(), out.kd.sum(), out.ce.sum()
+        if batch.rows.behaviour is not None:
+            sums[10:15] = _own_sums(out.ce, batch.rows.behaviour, score)
         if stat_rows and len(batch.rows):
             teacher = targets[0][1] if targets else None
-            if isinstance(teacher, CrossTarget) or (knobs.temperature != 1.0 and not isinstance(teacher, DenseTarget)):
-                teacher = None  # it has other tokens, or is truncated at the loss's temperature: the log is at T = 1
+            if isinstance(teacher, CrossTarget | ChosenTarget) or (
+                knobs.temperature != 1.0 and not isinstance(teacher, DenseTarget)
+            ):
+                teacher = None  # other tokens, no distribution, or one truncated at the loss's T: the log is at T = 1
             sums[3:8] = _sampled_stats(head, batch.rows.labels, teacher, stat_rows)
             parts = (target.spelled if isinstance(target, DenseTarget) else target for _, target in targets)
             across = [part for part in parts if isinstance(part, CrossTarget | Spelling)]
@@ -86,6 +105,61 @@ class StudentLoss(nn.Module):
                 mass = shared_mass(across[0], stat_rows)
                 sums[8], sums[9] = mass.shape[0], mass.sum()
         return out.loss, sums
+
+
+def _of_rows(head: DenseTarget, batch: Batch, divisor: float) -> dict[str, Any]:
+    """What every loss of the rows needs."""
+    assert head.hidden is not None
+    return {
+        "labels": batch.rows.labels,
+        "row_weight": head.hidden.new_full((len(batch.rows),), 1.0 / divisor, dtype=torch.float32),
+        "bias": head.bias,
+        "softcap": head.softcap,
+        "logit_scale": head.logit_scale,
+    }
+
+
+def _ce_weight(batch: Batch, knobs: LossKnobs) -> float | Tensor:
+    """0 at what the student wrote itself: that would teach it to be surer of itself, and nothing else."""
+    behaviour = batch.rows.behaviour
+    if behaviour is None or not knobs.ce_weight:
+        return knobs.ce_weight
+    return torch.where(behaviour.isnan(), knobs.ce_weight, 0.0)
+
+
+def _by_draws(
+    head: DenseTarget, batch: Batch, targets: Sequence[tuple[float | Tensor, Target]], divisor: float, knobs: LossKnobs
+) -> tuple[FusedLoss, Score | None]:
+    """The loss by the tokens that the student drew. Its gradient is that of a cross-entropy with weights of its own, its value
+    is not: the one is put under the other."""
+    assert head.hidden is not None and head.weight is not None
+    behaviour, options = batch.rows.behaviour, _of_rows(head, batch, divisor)
+    plain = _ce_weight(batch, knobs)
+    if behaviour is None or not targets:
+        return fused_linear_kd(head.hidden, head.weight, None, ce_weight=plain, **options), None
+    with torch.no_grad():
+        logq = -fused_linear_kd(head.hidden, head.weight, None, **options).ce
+    score = sampled_reverse_kl(
+        logq,
+        [(share, chosen_logprobs(target, batch.rows.labels)) for share, target in targets],
+        behaviour,
+        [example.supervised_tokens for example in batch.examples],
+        discount=knobs.discount,
+        ratio_clip=knobs.ratio_clip,
+    )
+    weight = plain + knobs.kd_weight * score.weight
+    out = fused_linear_kd(head.hidden, head.weight, None, ce_weight=weight, **options)
+    value = (options["row_weight"] * (knobs.kd_weight * score.value + plain * out.ce)).sum()
+    return FusedLoss(out.loss - out.loss.detach() + value, score.value, out.ce), score
+
+
+def _own_sums(ce: Tensor, behaviour: Tensor, score: Score | None) -> Tensor:
+    """Sums over what the student wrote: number of rows, |log Q − log B|, ratio, how many are clipped, advantage."""
+    own = ~behaviour.isnan()
+    gap = torch.where(own, (ce + behaviour).abs(), 0.0)
+    measured = [] if score is None else [score.ratio, score.clipped, score.advantage]
+    found = torch.stack([column.sum().float() for column in (own, gap, *measured)])
+    return torch.nn.functional.pad(found, (0, 5 - len(found)))
 
 
 @torch.no_grad()
