@@ -164,6 +164,11 @@ class EvalConfig(Section):
     batch_size: Positive = Field(8, description="rows per forward pass")
     prompts: list[str] = Field([], description="beginnings the student completes, shown in the report")
     max_new_tokens: Positive = Field(64, description="length of those completions")
+    own_texts: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="answers that the student writes to the beginnings of held-out texts (by policy.prompt_tokens and "
+        "policy.sampling.max_new_tokens), on which the reverse KL to a live teacher is measured; 0: none",
+    )
 
 
 class LogConfig(Section):

@@ -206,6 +206,8 @@ def evaluation_line(evaluation: Mapping[str, Any]) -> str:
     parts = [f"{evaluation['bits_per_byte']:.4f} bits per byte", f"perplexity {evaluation['perplexity']:.2f}"]
     if evaluation["kl"] is not None:
         parts += [f"KL to teacher {evaluation['kl']:.4f}", f"agreement {evaluation['agreement']:.1%}"]
+    if "own_reverse_kl" in evaluation:
+        parts.append(f"reverse KL on its own text {evaluation['own_reverse_kl']:.4f}")
     return "held-out: " + ", ".join([*parts, f"ECE {evaluation['ece']:.3f}"])
 
 

@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 from potstill.config import DataConfig, Recipe
 from potstill.data import Windows, count_windows
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
+from potstill.evals.own_text import OwnText
 from potstill.files import write_text
 from potstill.models import LanguageModel, check_fit, difference, load_student
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
-from potstill.teachers.several import as_teachers_need, count_left, open_teachers
+from potstill.teachers.several import Faculty, as_teachers_need, count_left, open_teachers
 from potstill.training.checkpoint import Checkpoints, Progress
 from potstill.training.metrics import EVALS, whole_lines
 from potstill.training.optimizer import make_optimizers
@@ -137,6 +138,8 @@ def assemble(recipe: Recipe) -> Parts:
         if not held_out:
             held_out.extend(evaluation_batches(recipe.eval.data, student, recipe.eval.batch_size, recipe.eval.examples))
         result = evaluate(student, faculty.live[0] if faculty.live else None, held_out, device)
+        if recipe.eval.own_texts:
+            result |= _own_text(recipe, student, faculty)
         return {**result, "samples": complete(student, recipe.eval.prompts, recipe.eval.max_new_tokens)}
 
     precision = recipe.train.precision
@@ -156,6 +159,24 @@ def assemble(recipe: Recipe) -> Parts:
         and difference(student.tokenizer, faculty.models[0].tokenizer) is None,
         notes=faculty.notes,
     )
+
+
+def _own_text(recipe: Recipe, student: LanguageModel, faculty: Faculty) -> dict[str, Any]:
+    assert recipe.eval is not None
+    if not faculty.live:
+        raise PotstillError(
+            "eval.own_texts needs a live teacher (model) with the student's tokenizer to be compared with"
+        )
+    measure = OwnText(
+        student,
+        faculty.live[0],
+        recipe.eval.data,
+        texts=recipe.eval.own_texts,
+        prompt_tokens=recipe.policy.prompt_tokens,
+        max_new_tokens=recipe.policy.sampling.max_new_tokens,
+        batch_size=recipe.eval.batch_size,
+    )
+    return measure()
 
 
 CountSteps = Callable[[Recipe, Parts, Callable[[int], None]], int]
