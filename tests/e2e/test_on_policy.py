@@ -149,3 +149,40 @@ def test_a_teacher_that_cannot_write_is_told_of(runs: TinyRuns) -> None:
     policy = OWN | {"on_policy": 0.0, "teacher_writes": 1.0}
     with pytest.raises(PotstillError, match="a cache alone cannot know fresh text"):
         runs.recipe("x", policy=policy, teachers=[{"cache": "nowhere"}])
+
+
+@pytest.mark.parametrize("name", ["on-policy", "mixed", "sequence-level"])
+def test_the_recipes_run_on_what_ships(command: Any, tmp_path: Path, name: str) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / f"{name}.yaml"
+    short = ["train.steps=3", "train.batch_size=4", "train.micro_batch_size=2", "policy.sampling.max_new_tokens=12"]
+    evaluation = ["eval.examples=4", "eval.own_texts=2", "eval.max_new_tokens=4", "log.tensorboard=false"]
+    said = command("train", recipe, f"run={tmp_path / 'run'}", *short, *evaluation)
+    assert said.code == 0, said.err
+    found = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["rollout_length"] for line in found if "rollout_length" in line] and len(found) == 3
+    assert found[-1]["kd"] > 0
+    (evaluated,) = lines(tmp_path / "run" / "evals.jsonl")
+    assert evaluated["own_reverse_kl"] > 0 and "reverse KL on its own text" in said.out
+
+
+def test_by_drawn_tokens_what_older_weights_drew_is_corrected(runs: TinyRuns) -> None:
+    """The score function on text of weights one step old. That its gradient is right is in test_score.py."""
+    run = potstill.train(
+        runs.recipe(
+            "drawn",
+            "train.steps=10",
+            "train.batch_size=16",
+            "train.micro_batch_size=16",
+            "log.stat_rows=512",
+            policy=OWN | {"max_staleness": 1},
+            loss={"divergence": "sampled_reverse_kl", "ratio_clip": 4.0},
+        )
+    ).folder
+    found = lines(run / "metrics.jsonl")
+    assert {line["rollout_staleness"] for line in found} == {0, 1}
+    first, last = (sum(line["advantage"] for line in some) / 5 for some in (found[:5], found[-5:]))
+    assert first < last - 0.3 and last < 0
+    assert (
+        all(0 < line["ratio_mean"] < 4 for line in found)
+        and found[0]["behaviour_gap"] < 1e-4 < found[5]["behaviour_gap"]
+    )
