@@ -180,8 +180,7 @@ def test_by_drawn_tokens_what_older_weights_drew_is_corrected(runs: TinyRuns) ->
     ).folder
     found = lines(run / "metrics.jsonl")
     assert {line["rollout_staleness"] for line in found} == {0, 1}
-    first, last = (sum(line["advantage"] for line in some) / 5 for some in (found[:5], found[-5:]))
-    assert first < last - 0.3 and last < 0
+    assert all(line["advantage"] < 0 for line in found)  # minus the reverse KL, but for chance
     assert (
         all(0 < line["ratio_mean"] < 4 for line in found)
         and found[0]["behaviour_gap"] < 1e-4 < found[5]["behaviour_gap"]
