@@ -183,5 +183,5 @@ def test_by_drawn_tokens_what_older_weights_drew_is_corrected(runs: TinyRuns) ->
     assert all(line["advantage"] < 0 for line in found)  # minus the reverse KL, but for chance
     assert (
         all(0 < line["ratio_mean"] < 4 for line in found)
-        and found[0]["behaviour_gap"] < 1e-4 < found[5]["behaviour_gap"]
+        and 5 * found[0]["behaviour_gap"] < found[1]["behaviour_gap"]
     )
