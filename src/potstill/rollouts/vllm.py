@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 import threading
@@ -16,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from potstill.config.policy import PolicyConfig, SamplingConfig
-from potstill.files import could_not_write
 from potstill.models import LanguageModel
 from potstill.models.libraries import reason
 from potstill.rollouts.engine import Ask, Engine, Written
 from potstill.rollouts.sync_check import SyncCheck
 from potstill.rollouts.vllm_requests import check_lengths, check_sampling, request, written
 from potstill.rollouts.vllm_server import Server
+from potstill.rollouts.vllm_weights import describe, named_weights
 from potstill.types import PotstillError
 
 KV_CACHE_BYTES = 2**30  # on CPUs, where vLLM would otherwise take most of the memory
@@ -142,10 +141,7 @@ class Colocated:
         self._take(version, self.version)
 
     def _take(self, version: int, before: int | None) -> None:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        # With the names that files have, which are those that vLLM knows.
-        weights = revert_weight_conversion(self.student.model, self.student.model.state_dict())
+        weights = named_weights(self.student)
         with _apart(self.student.model.device):
             try:
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
@@ -165,18 +161,6 @@ class Colocated:
         del self._llm
         if self._own_group:
             cleanup_dist_env_and_memory()
-
-
-def describe(student: LanguageModel, folder: Path) -> None:
-    """The student without its weights: what vLLM builds the model from."""
-    config = copy.deepcopy(student.model.config)
-    config.architectures = [type(student.model).__name__]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(folder)
-        student.tokenizer.save_pretrained(folder)
-    except OSError as error:
-        raise could_not_write(folder, error) from error
 
 
 def _import_vllm() -> Any:

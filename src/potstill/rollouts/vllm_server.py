@@ -13,12 +13,12 @@ import httpx
 import torch
 
 from potstill.config.policy import PolicyConfig, SamplingConfig
-from potstill.files import UNFINISHED, could_not_write, refusal
-from potstill.models import LanguageModel, quiet
+from potstill.models import LanguageModel
 from potstill.models.libraries import reason
 from potstill.rollouts.engine import Ask, Written
 from potstill.rollouts.sync_check import TOLERANCE, SyncCheck
 from potstill.rollouts.vllm_requests import check_lengths, request, written
+from potstill.rollouts.vllm_weights import save_weights
 from potstill.types import PotstillError
 
 AT_ONCE = 128  # requests under way; the server batches them
@@ -114,7 +114,8 @@ class Server:
         self._take(version, self.version)
 
     def _take(self, version: int, before: int | None) -> None:
-        path = self._save(version)
+        path = self.folder / f"{WEIGHTS}{version:08d}"
+        save_weights(self.student, path)
         self._ask("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
         deadline = time.monotonic() + self.patience
         while not self._ask("POST", "/reset_prefix_cache").get("success", True):  # as long as requests are under way
@@ -129,25 +130,6 @@ class Server:
         for older in self.folder.glob(f"{WEIGHTS}????????"):
             if older != path:
                 shutil.rmtree(older, ignore_errors=True)
-
-    def _save(self, version: int) -> Path:
-        """Written beside and renamed. Not synced: after a crash of the machine the next run writes its own."""
-        path = self.folder / f"{WEIGHTS}{version:08d}"
-        beside = self.folder / f"{UNFINISHED}{path.name}"
-        try:
-            for left in (beside, path):
-                shutil.rmtree(left, ignore_errors=True)
-            beside.mkdir(parents=True)
-            with quiet():
-                self.student.model.save_pretrained(beside)
-            beside.rename(path)
-        except Exception as error:  # safetensors makes something else of a full disk
-            refused = error if isinstance(error, OSError) else refusal(beside)
-            shutil.rmtree(beside, ignore_errors=True)
-            if refused is None:
-                raise
-            raise could_not_write(path, refused) from error
-        return path
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The answer's JSON. A server that cannot be reached or is busy is asked again for a while."""
