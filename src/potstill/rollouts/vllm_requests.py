@@ -11,7 +11,8 @@ from potstill.config.policy import SamplingConfig
 from potstill.rollouts.engine import Ask, Written
 from potstill.types import PotstillError
 
-LEAST_TEMPERATURE = 0.01  # vLLM takes this for anything between it and 0
+LEAST_TEMPERATURE = 0.01  # vLLM takes this for anything between it and 0 …
+MOST_TEMPERATURE = 2.0  # … and refuses what is above this
 
 
 def check_sampling(sampling: SamplingConfig) -> None:
@@ -19,6 +20,11 @@ def check_sampling(sampling: SamplingConfig) -> None:
         raise PotstillError(
             f"policy.sampling.temperature {sampling.temperature:g}: vLLM would take {LEAST_TEMPERATURE:g} for it; give that, "
             "or 0 for the likeliest token"
+        )
+    if sampling.temperature > MOST_TEMPERATURE:
+        raise PotstillError(
+            f"policy.sampling.temperature {sampling.temperature:g}: vLLM takes at most {MOST_TEMPERATURE:g}; lower it, or use "
+            "policy.engine.kind transformers"
         )
 
 
