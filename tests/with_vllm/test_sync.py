@@ -97,6 +97,15 @@ def test_a_server_of_another_model(server_to_update: str, tmp_path: Path) -> Non
         open_for(student, tmp_path / "weights", server_to_update)
 
 
+@pytest.mark.parametrize(("ids", "has"), [(2100, "fewer"), (2049, "fewer"), (2047, "more")])
+def test_a_server_with_another_vocabulary(vllm_server: str, tmp_path: Path, ids: int, has: str) -> None:
+    student = shipped_teacher()
+    student.model.resize_token_embeddings(ids)
+    with pytest.raises(PotstillError, match=rf"which has {has} ids than the student's {ids}"):
+        open_for(student, tmp_path / "weights", vllm_server)
+    assert not (tmp_path / "weights").exists()
+
+
 def test_a_server_with_less_room(vllm_server: str, tmp_path: Path) -> None:
     with pytest.raises(
         PotstillError, match=r"takes 256 tokens and data.max_length is 512: start it with --max-model-len 512"

@@ -51,6 +51,7 @@ class Server:
         self._client = httpx.Client(base_url=self.address, limits=limits, timeout=httpx.Timeout(ANSWER, connect=10.0))
         try:
             self._model, dtype = self._look()
+            self._compare_vocabularies()
             self._check = SyncCheck(
                 student,
                 policy.sampling,
@@ -83,6 +84,17 @@ class Server:
             )
         dtype = getattr(torch, str(config.get("dtype")).removeprefix("torch."), None)
         return model["id"], dtype if dtype in TOLERANCE else self.student.model.dtype
+
+    def _compare_vocabularies(self) -> None:
+        """Before any weights are sent: a server is left half loaded by weights that do not fit."""
+        ids = self.student.model.get_input_embeddings().num_embeddings
+        for token, known in ((ids - 1, True), (ids, False)):
+            answer = self._send("POST", "/v1/completions", {"model": self._model, "prompt": [token], "max_tokens": 1})
+            if (answer.status_code < 400) != known:
+                raise PotstillError(
+                    f"policy.engine.server: {self.address} serves {self._model}, which has {'fewer' if known else 'more'} ids "
+                    f"than the student's {ids}: start it with the student's own model"
+                )
 
     def generate(self, asked: Sequence[Ask]) -> list[Written]:
         check_lengths(asked, self.sampling, self.max_length)
@@ -131,15 +143,15 @@ class Server:
             if older != path:
                 shutil.rmtree(older, ignore_errors=True)
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer's JSON. A server that cannot be reached or is busy is asked again for a while."""
+    def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """A server that cannot be reached or is busy is asked again for a while."""
         deadline, pause = time.monotonic() + self.patience, 0.5
         while True:
             try:
                 answer = self._client.request(method, path, json=body)
                 trouble = f"it answers {answer.status_code}"
                 if answer.status_code not in BUSY:
-                    break
+                    return answer
             except httpx.TimeoutException as error:
                 if not isinstance(error, httpx.ConnectTimeout):
                     raise PotstillError(
@@ -155,6 +167,10 @@ class Server:
                 )
             time.sleep(pause)
             pause = min(2 * pause, 10.0)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer's JSON."""
+        answer = self._send(method, path, body)
         if answer.status_code == 404 and not path.startswith("/v1"):
             raise PotstillError(
                 f"policy.engine.server: {self.address} has no {path.partition('?')[0]}, which takes new weights: start "
