@@ -86,7 +86,11 @@ class Colocated:
             max_length,
             f"This vLLM cannot take over a {student.model.config.model_type} in place: use policy.engine.kind transformers.",
         )
-        self._take(version, None)
+        try:
+            self._take(version, None)
+        except BaseException:
+            self.close()
+            raise
 
     def _options(self, given: dict[str, Any], folder: Path) -> dict[str, Any]:
         kind = self.student.model.device.type
