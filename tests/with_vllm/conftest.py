@@ -11,61 +11,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-import torch
+from writers import EOS, MAX_LENGTH, Writer, policy, shipped_teacher
 
-from potstill.config import StudentConfig
-from potstill.config.policy import EngineConfig, PolicyConfig, SamplingConfig
-from potstill.models import LanguageModel, load_student
 from potstill.rollouts.engine import Engine
 from potstill.rollouts.vllm import open_vllm
+from potstill.rollouts.vllm_weights import save_weights
 from potstill.shipped import locate
 
-MAX_LENGTH = 128
-EOS = 1
 START = 240.0  # seconds; 35 on an idle machine
 
 
 @pytest.fixture(scope="session")
 def needs_vllm() -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm makes an environment with it")
-
-
-def shipped_teacher() -> LanguageModel:
-    return load_student(StudentConfig(model="shipped:teacher"), torch.device("cpu"), 0)
-
-
-def shake(student: LanguageModel, seed: int, scale: float = 0.02) -> None:
-    """Other weights, as a few steps of training would leave them; the head's and the norms' too."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in student.model.parameters():
-            weight += scale * torch.randn(weight.shape, generator=generator).to(weight.dtype)
-
-
-def policy(server: str | None = None, options: dict[str, Any] | None = None, **sampling: Any) -> PolicyConfig:
-    engine = EngineConfig(kind="vllm", server=server, options=options or {})
-    return PolicyConfig(on_policy=1, engine=engine, sampling=SamplingConfig(**({"max_new_tokens": 16} | sampling)))
-
-
-@dataclass
-class Writer:
-    """An engine, the student it copies, and how it samples, which a test may change."""
-
-    engine: Any
-    student: LanguageModel
-
-    def sampling(self, **keys: Any) -> SamplingConfig:
-        self.engine.sampling = SamplingConfig(**({"max_new_tokens": 16} | keys))
-        return self.engine.sampling
-
-    def ends_with(self, *ids: int) -> None:
-        self.engine.stop_ids = ids
 
 
 @pytest.fixture(scope="session")
@@ -125,8 +87,6 @@ def _healthy(address: str) -> bool:
 def server_to_update(vllm_server: str, tmp_path: Path) -> Iterator[str]:
     """The same server, which has its own weights again afterwards: other tests ask it for the teacher's opinion."""
     yield vllm_server
-    from potstill.rollouts.vllm_weights import save_weights
-
     save_weights(shipped_teacher(), tmp_path / "again")
     address = vllm_server.removesuffix("/v1")
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "again")}}

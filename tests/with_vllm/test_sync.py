@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, MAX_LENGTH, Writer, policy, shake, shipped_teacher
 from expected import asks, drawn_logprobs, likeliest
 from tiny_models import make_model
+from writers import EOS, MAX_LENGTH, Writer, policy, shake, shipped_teacher
 
 from potstill.config import StudentConfig
 from potstill.models import LanguageModel, load_student

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, MAX_LENGTH, Writer, policy, shipped_teacher
 from expected import asks, drawn_logprobs, likeliest, prompt
+from writers import EOS, MAX_LENGTH, Writer, policy, shipped_teacher
 
 from potstill.rollouts.engine import Ask
 from potstill.rollouts.vllm import open_vllm
