@@ -1,4 +1,4 @@
-"""What the tests with a real vLLM share: the student that it copies, its recipe, and an engine whose sampling a test may change."""
+"""What the tests with a real vLLM share: the student that it copies, its recipe, and an engine that a test may change."""
 
 from __future__ import annotations
 
