@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+VLLM   := .venv-vllm
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow lint format lock bench-loss bench-align clean
+.PHONY: help setup quickstart test test-slow test-vllm lint format lock bench-loss bench-align clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,10 +30,14 @@ quickstart: setup  ## distil the shipped teacher into a small student, end to en
 
 test: lint  ## lint, types, and all tests but the slow ones
 	$(BIN)/mypy src
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not vllm"
 
 test-slow: setup  ## the slow tests
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not vllm"
+
+test-vllm:  ## the tests with a real vLLM, in an environment of its own (3 minutes to install, the first time)
+	@PYTHON=$(PYTHON) tools/setup_vllm $(VLLM)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM)/bin/pytest -m vllm
 
 lint: setup  ## ruff: rules and format, nothing is changed
 	$(BIN)/ruff check .
@@ -69,6 +74,6 @@ bench-align: setup  ## alignment beside TRL's, and a step with another tokenizer
 	$(BIN)/python benchmarks/align.py
 	$(BIN)/python benchmarks/align_steps.py
 
-clean:  ## remove .venv, caches and build outputs; runs/ is kept
-	rm -rf $(VENV) .venv-lock build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+clean:  ## remove .venv, .venv-vllm, caches and build outputs; runs/ is kept
+	rm -rf $(VENV) $(VLLM) .venv-lock build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -182,6 +182,5 @@ def test_by_drawn_tokens_what_older_weights_drew_is_corrected(runs: TinyRuns) ->
     assert {line["rollout_staleness"] for line in found} == {0, 1}
     assert all(line["advantage"] < 0 for line in found)  # minus the reverse KL, but for chance
     assert (
-        all(0 < line["ratio_mean"] < 4 for line in found)
-        and 5 * found[0]["behaviour_gap"] < found[1]["behaviour_gap"]
+        all(0 < line["ratio_mean"] < 4 for line in found) and 5 * found[0]["behaviour_gap"] < found[1]["behaviour_gap"]
     )

@@ -12,7 +12,7 @@ from potstill.config import SamplingConfig, StudentConfig
 from potstill.losses.dense import target_logits
 from potstill.models import load_student
 from potstill.rollouts.engine import Ask
-from potstill.rollouts.sampling import candidates
+from potstill.rollouts.sampling import drawn_from
 from potstill.rollouts.transformers import TransformersEngine
 from potstill.types import PotstillError
 
@@ -59,9 +59,7 @@ def test_the_log_probabilities_are_those_the_tokens_were_drawn_with(keys) -> Non
     model = tiny()
     sampling = SamplingConfig(max_new_tokens=12, **keys)
     for ask, text in zip(asks(0, 1, 3), engine(model, keys).generate(asks(0, 1, 3)), strict=True):
-        scaled = logits_after(model, ask.ids, text.ids) / sampling.temperature
-        values, columns = candidates(scaled, sampling)
-        logp = torch.full_like(scaled, -torch.inf).scatter(-1, columns, values.log_softmax(-1))
+        logp = drawn_from(logits_after(model, ask.ids, text.ids), sampling)
         expected = logp.gather(-1, torch.from_numpy(text.ids.astype(np.int64))[:, None]).squeeze(-1)
         np.testing.assert_allclose(text.logprobs, expected, atol=1e-5)
 

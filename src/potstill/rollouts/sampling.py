@@ -46,6 +46,15 @@ def draw(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tens
     return columns.gather(-1, place).squeeze(-1), values.log_softmax(-1).gather(-1, place).squeeze(-1)
 
 
+def drawn_from(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+    """The log-probabilities [N, V], in float32, that tokens are drawn with; −inf for what is never drawn."""
+    nothing = torch.full_like(logits, -torch.inf, dtype=torch.float32)
+    if sampling.temperature == 0.0:
+        return nothing.scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
+    values, columns = candidates(logits.float() / sampling.temperature, sampling)
+    return nothing.scatter_(-1, columns, values.log_softmax(-1))
+
+
 def candidates(scaled: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
     """What may be drawn: logits [B, K], largest first, −inf where there are fewer than K; and their ids [B, K]."""
     width = scaled.shape[1]

@@ -17,6 +17,7 @@ from potstill.rollouts.drafts import Drafts, Kind
 from potstill.rollouts.engine import Engine
 from potstill.rollouts.prompts import Answers, Prompter, stop_ids
 from potstill.rollouts.transformers import TransformersEngine
+from potstill.rollouts.vllm import open_vllm
 from potstill.teachers.reading import chat_kwargs
 from potstill.teachers.several import Prepared, prepared
 from potstill.training.checkpoint import Progress
@@ -78,7 +79,7 @@ def open_feed(recipe: Recipe, parts: Parts, progress: Progress, folder: Path, ch
 
 def _written(recipe: Recipe, parts: Parts, progress: Progress, folder: Path, checkpoint: Path | None) -> Feed:
     state = progress.data
-    engines = open_engines(recipe, parts, folder)
+    engines = open_engines(recipe, parts, folder, progress.step)
     drafts = Prefetched(open_drafts(recipe, parts, None if state is None else state["draft"]), AHEAD)
     layout = Layout(
         recipe.train.batch_size,
@@ -138,7 +139,7 @@ def open_drafts(recipe: Recipe, parts: Parts, state: dict[str, Any] | None) -> D
     )
 
 
-def open_engines(recipe: Recipe, parts: Parts, folder: Path) -> dict[Kind, Engine]:
+def open_engines(recipe: Recipe, parts: Parts, folder: Path, version: int) -> dict[Kind, Engine]:
     policy, chats = recipe.policy, any(source.messages for source in recipe.data.sources)
     engines: dict[Kind, Engine] = {}
 
@@ -155,8 +156,16 @@ def open_engines(recipe: Recipe, parts: Parts, folder: Path) -> dict[Kind, Engin
 
     if policy.on_policy:
         if policy.engine.kind == "vllm":
-            raise PotstillError("policy.engine.kind: vllm is not built in yet")
-        engines["student"] = transformers(parts.student, "the student", policy.overlaps, parts.autocast)
+            engines["student"] = open_vllm(
+                parts.student,
+                policy,
+                stop_ids=stop_ids(parts.student, chats),
+                max_length=parts.data.max_length,
+                folder=folder / "vllm",
+                version=version,
+            )
+        else:
+            engines["student"] = transformers(parts.student, "the student", policy.overlaps, parts.autocast)
     if policy.teacher_writes:
         if parts.writer is None:
             raise PotstillError("policy.teacher_writes: the first teacher has no model that could write")

@@ -1,0 +1,70 @@
+"""What vLLM is asked and what it answers, in its process's words or over HTTP: the names are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from potstill.config.policy import SamplingConfig
+from potstill.rollouts.engine import Ask, Written
+from potstill.types import PotstillError
+
+LEAST_TEMPERATURE = 0.01  # vLLM takes this for anything between it and 0 …
+MOST_TEMPERATURE = 2.0  # … and refuses what is above this
+
+
+def check_sampling(sampling: SamplingConfig) -> None:
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        raise PotstillError(
+            f"policy.sampling.temperature {sampling.temperature:g}: vLLM would take {LEAST_TEMPERATURE:g} for it; give that, "
+            "or 0 for the likeliest token"
+        )
+    if sampling.temperature > MOST_TEMPERATURE:
+        raise PotstillError(
+            f"policy.sampling.temperature {sampling.temperature:g}: vLLM takes at most {MOST_TEMPERATURE:g}; lower it, or use "
+            "policy.engine.kind transformers"
+        )
+
+
+def check_lengths(asked: Sequence[Ask], sampling: SamplingConfig, max_length: int) -> None:
+    for ask in asked:
+        if len(ask.ids) + sampling.max_new_tokens > max_length:
+            raise PotstillError(
+                f"a prompt of {len(ask.ids)} tokens and policy.sampling.max_new_tokens {sampling.max_new_tokens} are more than "
+                f"data.max_length {max_length}"
+            )
+
+
+def request(sampling: SamplingConfig, stop_ids: Sequence[int], seed: int) -> dict[str, Any]:
+    """Everything is said, so that no default of a model's or of a server's applies."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": sampling.max_new_tokens,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(stop_ids),
+        "ignore_eos": True,  # of its config: ours are in stop_token_ids
+        "skip_special_tokens": False,  # a stop string may be one
+        "spaces_between_special_tokens": False,
+        "seed": int(seed) & (2**63 - 1),  # what HTTP takes, and never −1, which would be none
+        "logprobs": 0,  # of the token itself only
+    }
+
+
+def written(
+    ids: Sequence[int], logprobs: Sequence[float], reason: str | None, sampling: SamplingConfig, stop_ids: Sequence[int]
+) -> Written:
+    if reason not in ("stop", "length"):
+        raise PotstillError(f"vLLM broke off a text ({reason}) instead of ending it")
+    drawn = np.asarray(logprobs, np.float32)
+    if sampling.temperature == 0:  # nothing else could have been drawn; vLLM tells of the softmax
+        drawn = np.zeros_like(drawn)
+    ended = len(ids) > 0 and ids[-1] in stop_ids
+    return Written(np.asarray(ids, np.int32), drawn, "eos" if ended else "stop" if reason == "stop" else "length")

@@ -1,0 +1,197 @@
+"""A running `vllm serve` as the engine: text over HTTP, weights over a folder that both processes see. docs/vllm.md."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from potstill.config.policy import PolicyConfig, SamplingConfig
+from potstill.models import LanguageModel
+from potstill.models.libraries import reason
+from potstill.rollouts.engine import Ask, Written
+from potstill.rollouts.sync_check import TOLERANCE, SyncCheck
+from potstill.rollouts.vllm_requests import check_lengths, request, written
+from potstill.rollouts.vllm_weights import save_weights
+from potstill.types import PotstillError
+
+AT_ONCE = 128  # requests under way; the server batches them
+PATIENCE = 120.0  # seconds for a server that does not answer, which may be starting
+ANSWER = 1800.0  # seconds for one answer: the last request of many waits for the others
+BUSY = {429, 502, 503, 504}
+MODE = "processed_logprobs"
+WEIGHTS = "weights-for-vllm-"  # and the step: a name that nothing else in a folder of the user's has
+
+
+class Server:
+    """An `Engine` whose model is in another process, and has that process's dtype."""
+
+    def __init__(
+        self,
+        student: LanguageModel,
+        policy: PolicyConfig,
+        stop_ids: Sequence[int],
+        max_length: int,
+        folder: Path,
+        version: int,
+        patience: float = PATIENCE,
+    ):
+        assert policy.engine.server is not None
+        self.student, self.sampling, self.stop_ids, self.max_length = student, policy.sampling, stop_ids, max_length
+        self.version: int = version
+        self.folder, self.patience = folder.resolve(), patience
+        self.address = policy.engine.server.rstrip("/").removesuffix("/v1")
+        limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
+        self._client = httpx.Client(base_url=self.address, limits=limits, timeout=httpx.Timeout(ANSWER, connect=10.0))
+        try:
+            self._model, dtype = self._look()
+            self._compare_vocabularies()
+            self._check = SyncCheck(
+                student,
+                policy.sampling,
+                lambda asked, sampling: self._write(asked, sampling, ()),
+                dtype,
+                max_length,
+                f"Does {self.address} serve this student's model, and read {self.folder}?",
+            )
+            self._take(version, None)
+        except BaseException:
+            self._client.close()
+            raise
+
+    def _look(self) -> tuple[str, torch.dtype]:
+        """What the server calls its model, and its dtype; refuses one that was started otherwise than needed."""
+        [model, *_] = self._ask("GET", "/v1/models")["data"]
+        longest = model.get("max_model_len")
+        if longest is not None and longest < self.max_length:
+            raise PotstillError(
+                f"policy.engine.server: {self.address} takes {longest} tokens and data.max_length is {self.max_length}: start "
+                f"it with --max-model-len {self.max_length}"
+            )
+        config = self._ask("GET", "/server_info?config_format=json")["vllm_config"]["model_config"]
+        how = self.sampling
+        plain = how.temperature in (0, 1) and how.top_p == 1 and how.top_k == 0 and how.min_p == 0
+        if config.get("logprobs_mode", MODE) != MODE and not plain:
+            raise PotstillError(
+                f"policy.engine.server: {self.address} tells log-probabilities before temperature and truncation "
+                f"({config['logprobs_mode']}): start it with --logprobs-mode {MODE}"
+            )
+        dtype = getattr(torch, str(config.get("dtype")).removeprefix("torch."), None)
+        return model["id"], dtype if dtype in TOLERANCE else self.student.model.dtype
+
+    def _compare_vocabularies(self) -> None:
+        """Before any weights are sent: a server is left half loaded by weights that do not fit."""
+        ids = self.student.model.get_input_embeddings().num_embeddings
+        for token, known in ((ids - 1, True), (ids, False)):
+            answer = self._send("POST", "/v1/completions", {"model": self._model, "prompt": [token], "max_tokens": 1})
+            if (answer.status_code < 400) != known:
+                raise PotstillError(
+                    f"policy.engine.server: {self.address} serves {self._model}, which has {'fewer' if known else 'more'} ids "
+                    f"than the student's {ids}: start it with the student's own model"
+                )
+
+    def generate(self, asked: Sequence[Ask]) -> list[Written]:
+        check_lengths(asked, self.sampling, self.max_length)
+        return self._write(asked, self.sampling, self.stop_ids)
+
+    def _write(self, asked: Sequence[Ask], sampling: SamplingConfig, stop_ids: Sequence[int]) -> list[Written]:
+        if not asked:
+            return []
+
+        def one(ask: Ask) -> Written:
+            body = {"model": self._model, "prompt": ask.ids.tolist(), "return_token_ids": True}
+            answer = self._ask("POST", "/v1/completions", body | request(sampling, stop_ids, ask.seed))["choices"][0]
+            if answer.get("token_ids") is None:
+                raise PotstillError(
+                    f"policy.engine.server: {self.address} gives no token ids back: is it a vLLM of 0.10.2 or later?"
+                )
+            logprobs = answer["logprobs"]["token_logprobs"]
+            return written(answer["token_ids"], logprobs, answer["finish_reason"], sampling, stop_ids)
+
+        with ThreadPoolExecutor(min(AT_ONCE, len(asked)), "vllm") as pool:
+            futures = [pool.submit(one, ask) for ask in asked]
+            try:
+                return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def update(self, version: int) -> None:
+        self._take(version, self.version)
+
+    def _take(self, version: int, before: int | None) -> None:
+        path = self.folder / f"{WEIGHTS}{version:08d}"
+        save_weights(self.student, path)
+        self._ask("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
+        deadline = time.monotonic() + self.patience
+        while not self._ask("POST", "/reset_prefix_cache").get("success", True):  # as long as requests are under way
+            if time.monotonic() > deadline:
+                raise PotstillError(
+                    f"policy.engine.server: {self.address} does not forget its prefix cache, which is of older weights: does "
+                    "anyone else use it?"
+                )
+            time.sleep(0.1)
+        self.version = version
+        self._check.after_update(version, before)
+        for older in self.folder.glob(f"{WEIGHTS}????????"):
+            if older != path:
+                shutil.rmtree(older, ignore_errors=True)
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """A server that cannot be reached or is busy is asked again for a while."""
+        deadline, pause = time.monotonic() + self.patience, 0.5
+        while True:
+            try:
+                answer = self._client.request(method, path, json=body)
+                trouble = f"it answers {answer.status_code}"
+                if answer.status_code not in BUSY:
+                    return answer
+            except httpx.TimeoutException as error:
+                if not isinstance(error, httpx.ConnectTimeout):
+                    raise PotstillError(
+                        f"policy.engine.server: {self.address} gave no answer to {path} within {ANSWER:.0f} s"
+                    ) from error
+                trouble = "connecting takes too long"
+            except httpx.TransportError as error:
+                trouble = reason(error)
+            if time.monotonic() + pause > deadline:
+                raise PotstillError(
+                    f"policy.engine.server: cannot reach vLLM at {self.address} ({trouble}), tried for {self.patience:.0f} s: "
+                    "is `vllm serve` running there?"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 10.0)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer's JSON."""
+        answer = self._send(method, path, body)
+        if answer.status_code == 404 and not path.startswith("/v1"):
+            raise PotstillError(
+                f"policy.engine.server: {self.address} has no {path.partition('?')[0]}, which takes new weights: start "
+                "`vllm serve` with VLLM_SERVER_DEV_MODE=1 in its environment"
+            )
+        if answer.status_code >= 400:
+            raise PotstillError(
+                f"policy.engine.server: {self.address} refuses {path} ({answer.status_code}): {_words(answer)}"
+            )
+        return dict(answer.json()) if answer.content else {}
+
+    def close(self) -> None:
+        self._client.close()
+        for path in self.folder.glob(f"{WEIGHTS}????????"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _words(answer: httpx.Response) -> str:
+    """What an error says in the server's own words."""
+    try:
+        said = answer.json()
+        return str(said["error"]["message"] if "error" in said else said["detail"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:300] or "without a word"
