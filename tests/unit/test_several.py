@@ -437,7 +437,7 @@ def test_from_a_recipe(models, file, tmp_path, extra, loss):
         ([{"model": 0}, {"model": 1, "prompt": "hint"}], {"several": "average"}, r"without only and prompt"),
         ([{"model": 0, "only": {"topic": "x"}}], {}, r"has no column topic"),
         ([{"model": 0}], {"several": "best", "confidence": "ce"}, r"confidence goes with several: sum"),
-        ([{"model": 0, "cache": "somewhere", "prompt": "hint"}], {}, r"prompt goes with model alone"),
+        ([{"model": 0, "cache": "somewhere", "prompt": "hint"}], {}, r"prompt goes without cache"),
     ],
 )
 def test_refused(models, file, tmp_path, teachers, loss, says):
