@@ -34,7 +34,9 @@ def _source(data: list[str] | None, **columns: str | None) -> dict[str, Any] | N
 
 @cache_app.command(name="build")
 def cache_build(
-    what: Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe (.yaml), or a model with --data.")],
+    what: Annotated[
+        str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe (.yaml), or a model or server with --data.")
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …, over the recipe's own.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the cache; default: the recipe's teachers[…].cache.")
@@ -63,6 +65,10 @@ def cache_build(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="With --data: run model code from the hub.")
     ] = False,
+    token_env: Annotated[str | None, typer.Option(help="With a server: environment variable with its token.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="With a server that does not hand it out: its tokenizer.")
+    ] = None,
     batch_tokens: BatchTokens = None,
     shard_seconds: Annotated[
         float, typer.Option(help="Write a shard at least so often: what a kill can cost.", min=0.0)
@@ -94,6 +100,8 @@ def cache_build(
         batch_tokens=batch_tokens,
         shard_seconds=shard_seconds,
         device_name=device,
+        token_env=token_env,
+        tokenizer=tokenizer,
     )
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from served import Served
-from taught import KD, answers, batches_of, data_of, relative, step, targets_of, write_files
-from tiny import CPU, LLAMA, tiny
+from taught import batches_of, data_of, relative, step, targets_of, write_files
+from tiny import CPU, tiny
 
-from potstill.config import DataConfig, LossConfig, StudentConfig, TeacherConfig
-from potstill.models import LanguageModel, load_student, load_teacher, shared_ids
+from potstill.config import DataConfig, LossConfig, TeacherConfig
+from potstill.models import LanguageModel, load_teacher, shared_ids
 from potstill.teachers.live import LiveTeacher
 from potstill.teachers.several import open_teachers
 

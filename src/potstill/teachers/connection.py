@@ -21,6 +21,10 @@ CONNECT_SECONDS = 10.0
 WORDS = 500  # characters of what a server says
 
 
+class Refused(PotstillError):
+    """A server does not take a request: sending it again would not help."""
+
+
 def tell(message: str) -> None:
     Console(stderr=True, soft_wrap=True).print(message, style="yellow", highlight=False, markup=False)
 
@@ -61,7 +65,7 @@ class Connection:
     def send(
         self, method: str, path: str, body: bytes | dict[str, Any] | None = None, absent: tuple[int, ...] = ()
     ) -> Any:
-        """The answer. Sent again while the server is away or fails, for as long as the recipe is patient; not when it refuses."""
+        """The answer. Sent again while the server is away or fails, as long as the recipe is patient; not when it refuses."""
         keys: dict[str, Any] = {"json": body} if isinstance(body, dict) else {"content": body}
         begin, pause = time.monotonic(), FIRST_PAUSE
         while True:
@@ -79,7 +83,7 @@ class Connection:
                     self._back()
                     return response
                 if code < 500:
-                    raise self.error(f"{method} {path} is refused ({code}): {words_of(response)}")
+                    raise Refused(str(self.error(f"{method} {path} is refused ({code}): {words_of(response)}")))
                 problem = f"it fails ({code}): {words_of(response)}"
             waited = time.monotonic() - begin
             if waited + pause > self._patience:

@@ -19,8 +19,9 @@ from potstill.teachers.cached import CachedTeacher, check_loss
 from potstill.teachers.client import PotstillServer, Server, potstill_version
 from potstill.teachers.codec import Format, Signal
 from potstill.teachers.connection import Connection
+from potstill.teachers.openai import OpenAIServer
 from potstill.teachers.pairing import Pairing
-from potstill.teachers.reading import chat_kwargs, template_fingerprint
+from potstill.teachers.reading import chat_kwargs
 from potstill.teachers.scored import Scored, no_rows
 from potstill.teachers.signal import signal_of
 from potstill.types import Batch, DenseTarget, Example, PotstillError, TopKTarget
@@ -31,13 +32,9 @@ Given = Sequence[npt.NDArray[np.int32]]
 def open_server(config: TeacherConfig, where: str) -> RemoteOrigin:
     """Ask the server what it is."""
     assert config.server is not None
-    connection = Connection(config.server, config.remote, where)
-    version = None if connection.address.endswith("/v1") else potstill_version(connection)
-    server: Server
-    if version is not None:
-        server = PotstillServer(connection, version)
-    else:
-        raise connection.error("it is no potstill serve")
+    connection = Connection(config.server.rstrip("/").removesuffix("/v1"), config.remote, where)
+    version = potstill_version(connection)
+    server: Server = OpenAIServer(connection, config) if version is None else PotstillServer(connection, version)
     return RemoteOrigin(server, config.remote.concurrency)
 
 
@@ -222,7 +219,6 @@ def open_remote(
         return _open_aligned(config, origin, student, data, loss, where)
     width = same_tokenizer(student.tokenizer, origin.tokenizer, where)
     check_rows("student", student, width, where)
-    _check_rendering(student, origin.tokenizer, data, where)
     if origin.positions is not None and data.max_length > origin.positions:
         raise PotstillError(
             f"data.max_length is {data.max_length} and the teacher at {config.server} reads {origin.positions} tokens: set "
@@ -241,6 +237,8 @@ def open_remote(
             config.name,
             config.weight,
         )
+    if kind == "chosen" and loss.divergence != "sampled_reverse_kl":
+        raise PotstillError(f"{key} is chosen, and the loss needs a distribution: use top_k or hidden")
     form = _form(config, origin, width, temperature or 1.0)
     temperature = check_loss(form, loss, key)
     return CachedTeacher(RemoteShelf(origin, form), width, config.name, config.weight, temperature=temperature)
@@ -279,6 +277,16 @@ def _open_aligned(
             f"{where}.remote.kind: student_top_k asks about the student's tokens, and the teacher has others, or a prompt of "
             "its own: use top_k or hidden"
         )
+    if config.remote.kind == "chosen" and config.across.method != "chunk":
+        raise PotstillError(
+            f"{where}.remote.kind is chosen, which tells how likely the text is and no more: learn from it with across.method: "
+            "chunk, or use top_k or hidden"
+        )
+    if config.remote.kind == "top_k" and fixed_value(loss.temperature) != 1.0:
+        raise PotstillError(
+            f"{where}: the teacher has another tokenizer, or a prompt of its own, and loss.temperature is not 1, where its "
+            "tokens' likelihoods are: use remote.kind: hidden, which serves any temperature"
+        )
     form = _form(config, origin, None, 1.0)
     temperature = check_across(config.across, loss, f"{where}.remote", form)
     reread = Rereader(origin.tokenizer, origin.positions, chat_kwargs(data), config.prompt)
@@ -286,13 +294,3 @@ def _open_aligned(
     return AlignedCached(
         RemoteShelf(origin, form, reread), pairing, config.name, config.weight, temperature=temperature
     )
-
-
-def _check_rendering(student: LanguageModel, tokenizer: Any, data: DataConfig, where: str) -> None:
-    """A conversation is sent as the student's template renders it."""
-    ours, theirs = template_fingerprint(student.tokenizer), template_fingerprint(tokenizer)
-    if any(source.messages for source in data.sources) and theirs is not None and ours != theirs:
-        raise PotstillError(
-            f"{where}: the student's chat template is not the teacher's, which would read text unlike what it was trained on: "
-            "take the teacher's tokenizer for the student (student.tokenizer)"
-        )
