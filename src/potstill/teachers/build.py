@@ -196,6 +196,8 @@ class Scribe:
 
     def close(self, *, abandoned: bool = False) -> None:
         """Put everything on disk that was computed. `abandoned`: what is under way is given up."""
+        if self._closed:
+            return
         self._closed = True
         if abandoned:
             self.origin.close()
