@@ -185,7 +185,7 @@ class Service:
         begin = time.perf_counter()
         body = await self._body(request)
         if body is None:
-            most = f"{self._most_bytes / 2**20:g} MB"
+            most = f"{self._most_bytes / 2**20:.3g} MB"
             return _words(413, f"the request is larger than {most}, the most this server takes (--max-body-mb)")
         answer = await self._scored(request, body)
         self._seconds += time.perf_counter() - begin
