@@ -1,4 +1,4 @@
-"""`potstill serve` from outside: what it answers and refuses; and servers that lie, fail or change, which the client finds out."""
+"""`potstill serve` from outside: what it answers and refuses; and servers that lie, fail or change: the client notices."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ class Connection:
         self.address = address.rstrip("/")
         self.where = where
         self.failures = 0  # so often a request failed, and was sent again
+        self.opened = 0  # so often a connection was made
         self._patience = config.patience
         self._say = say
         self._closing = threading.Event()
@@ -70,7 +71,7 @@ class Connection:
         begin, pause = time.monotonic(), FIRST_PAUSE
         while True:
             try:
-                response = self._client.request(method, self.address + path, **keys)
+                response = self._client.request(method, self.address + path, extensions={"trace": self._traced}, **keys)
             except httpx.TransportError as error:
                 problem = _reason(error)
             except RuntimeError as error:  # of a client that is closed
@@ -92,6 +93,10 @@ class Connection:
             if self._closing.wait(pause * random.uniform(0.75, 1.25)):
                 raise self.error("the run has ended")
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _traced(self, event: str, _: Any) -> None:
+        if event == "connection.connect_tcp.complete":
+            self.opened += 1
 
     def error(self, what: str) -> PotstillError:
         return PotstillError(f"{self.where}: the server at {self.address}: {what}")

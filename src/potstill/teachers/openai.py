@@ -8,6 +8,7 @@ says when it goes on from the beginnings of that text.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ PROBE = (
 PREFIXES = 4  # beginnings of the probe's text to go on from
 COMPARED = 5  # likeliest tokens of each
 CLOSE = 0.1  # nats, on average: two ways to compute one distribution in few bits differ by less, two positions by more
+UNSEEN_SECONDS = 30.0  # in which no server ends and begins again
 LEAST_REST = 1e-10  # of the mass: what float32 log-probabilities of the others leave is no better known
 ABSENT = (400, 404, 405, 422, 501)
 
@@ -76,7 +78,8 @@ class OpenAIServer:
         self._k = store.k if store.kind == "top_k" else 1
         self._probe_ids = list(self.tokenizer(PROBE).input_ids)[: self.positions]
         self._first = self._probed()
-        self._trusted = connection.failures
+        self._trusted = (connection.failures, connection.opened)
+        self._trusted_at = time.monotonic()
 
     # What it is
 
@@ -147,7 +150,7 @@ class OpenAIServer:
     ) -> Signal:
         assert given is None
         parts = [self._document(form, example) for example in examples]
-        if self.connection.failures != self._trusted:
+        if self._doubtful():
             self._look_again()
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
@@ -266,7 +269,7 @@ class OpenAIServer:
         expected = {place: self._going_on(ids[:place]) for place in places}
         if self._distance(rows, expected, 0) <= CLOSE:
             return rows
-        for shift, words in ((1, "the one after it"), (-1, "the one before it")):
+        for shift, words in ((-1, "the one after it"), (1, "the one before it")):
             if self._distance(rows, expected, shift) <= CLOSE:
                 raise self.connection.error(
                     "its log-probabilities of a prompt are shifted by one: what it gives for a token is that of "
@@ -313,12 +316,18 @@ class OpenAIServer:
                     differences.append(abs(entries[token] - value) if token in entries else max(0.0, value - least))
         return float(np.mean(differences)) if differences else float("inf")
 
+    def _doubtful(self) -> bool:
+        """It failed; or it was connected to anew after a while, in which it may have been started again unseen."""
+        failures, opened = self._trusted
+        late = time.monotonic() - self._trusted_at > UNSEEN_SECONDS
+        return self.connection.failures != failures or (late and self.connection.opened != opened)
+
     def _look_again(self) -> None:
         """After the server was away: the same model, that can still be believed."""
         with self._lock:
-            failures = self.connection.failures
-            if failures == self._trusted:
+            if not self._doubtful():
                 return
+            failures = self.connection.failures
             name, _ = self._model(self._name)
             again = self._probed()
             before, now = (np.array([row.chosen for row in rows]) for rows in (self._first, again))
@@ -327,7 +336,8 @@ class OpenAIServer:
                     f"it now serves another model than when the run began, though it is called {name} too: start the one it "
                     "had again, or begin another run"
                 )
-            self._trusted = failures
+            self._trusted = (failures, self.connection.opened)
+            self._trusted_at = time.monotonic()
 
 
 def _shape(found: Any) -> str:
