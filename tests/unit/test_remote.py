@@ -437,3 +437,21 @@ def test_an_address_that_is_none(student, data):
     for address in ("localhost:80", "ftp://there", "http://[::1"):
         with pytest.raises(PotstillError, match="is no address"):
             open_server(TeacherConfig(server=address), "teachers[0]")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"server": "http://x", "dtype": "float32"}, "dtype goes with model: a server was started with its own"),
+        ({"server": "http://x", "quantize": "4bit"}, "quantize goes with model"),
+        ({"server": "http://x", "revision": "main"}, "revision goes with model"),
+        ({"model": "x", "remote": {"k": 8}}, "remote go with server"),
+        ({"cache": "x", "name_on_server": "y"}, "name_on_server and remote go with server"),
+        ({"server": "http://x", "cache": "c", "remote": {"k": 8}}, "store says what is asked for and kept"),
+        ({"server": "http://x", "model": "y"}, "not both"),
+        ({"server": "http://x", "cache": "c", "on_missing": "skip"}, "what is missing is computed"),
+    ],
+)
+def test_keys_that_do_not_go_together(keys, words):
+    with pytest.raises(ValueError, match=words):
+        TeacherConfig.model_validate(keys)

@@ -43,7 +43,7 @@ def student() -> LanguageModel:
 
 
 def config_of(server: Threaded, kind: str = "top_k", k: int = 16, **keys: Any) -> TeacherConfig:
-    remote = {"kind": kind, "k": k, "patience": 20.0}
+    remote = {"patience": 20.0} | ({} if "cache" in keys else {"kind": kind, "k": k})
     return TeacherConfig.model_validate({"server": server.address, "tokenizer": TOKENIZER, "remote": remote, **keys})
 
 
