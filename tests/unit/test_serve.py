@@ -154,6 +154,20 @@ def test_what_it_refuses(served):
     assert "int32" in post(asked(ids=np.zeros(21, np.int64)))[1]
     assert "lengths must sum" in post(asked(lengths_=np.array([9, 13], np.int32)))[1]
     assert "its first one cannot be" in post(asked(predicted=np.ones(21, np.uint8)))[1]
+    for odd in (
+        {"dtype": ["float32"]},
+        {"draws": 4},
+        {"rest": -1},
+        {"rest": 10**6},
+        {"k": 0},
+        {"k": True},
+        {"more": 1},
+    ):
+        body = asked()
+        about = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
+        about["format"] = json.dumps({**json.loads(about["format"]), **odd})
+        code, words = post(safetensors.numpy.save(safetensors.numpy.load(body), metadata=about))
+        assert code == 400 and "format" in words, odd
     assert "given must be int32" in post(asked(Format("given", 2048, k=3)))[1]
     assert httpx.get(f"{served.address}/score", headers=AUTH).status_code == 405
     counted = metrics(served.address, headers=AUTH)
@@ -197,6 +211,25 @@ def test_an_empty_token_is_refused(tiny_teacher):
 
     options = ServeOptions("127.0.0.1", 0, "NO_SUCH_VARIABLE", 1.0, None, None)
     with pytest.raises(PotstillError, match="NO_SUCH_VARIABLE: there is no such environment variable"):
+        serve(str(tiny_teacher), options, dtype="auto", device_name="cpu", revision=None, trust_remote_code=False)
+
+
+def test_without_the_extra_it_is_named(tiny_teacher, monkeypatch):
+    import sys
+
+    from potstill.teachers.server import serve
+
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    options = ServeOptions("127.0.0.1", 0, None, 1.0, None, None)
+    with pytest.raises(PotstillError, match=r"pip install 'potstill\[serve\]'"):
+        serve(str(tiny_teacher), options, dtype="auto", device_name="cpu", revision=None, trust_remote_code=False)
+
+
+def test_a_port_that_is_taken(served, tiny_teacher):
+    from potstill.teachers.server import serve
+
+    options = ServeOptions("127.0.0.1", served.port, None, 1.0, None, None)
+    with pytest.raises(PotstillError, match=f"cannot listen on 127.0.0.1:{served.port} "):
         serve(str(tiny_teacher), options, dtype="auto", device_name="cpu", revision=None, trust_remote_code=False)
 
 

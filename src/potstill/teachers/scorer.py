@@ -36,15 +36,17 @@ class Job:
     abandoned: bool = False  # nobody waits for it any more
     parts: dict[int, dict[str, npt.NDArray[Any]]] = field(default_factory=dict)  # of its documents that are done
     failed: bool = False
+    done: bool = False
 
     def put(self, number: int, part: dict[str, npt.NDArray[Any]]) -> None:
         self.parts[number] = part
         if len(self.parts) == len(self.question.examples) and not self.failed:
+            self.done = True
             parts = [self.parts[i] for i in range(len(self.parts))]
             self.answer({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
     def fail(self, error: Exception) -> None:
-        if not self.failed:
+        if not (self.failed or self.done):
             self.failed = True
             self.answer(error)
 
@@ -98,13 +100,20 @@ class Scorer:
 
     def _work(self) -> None:
         while jobs := self._taken():
-            forms: dict[Format, list[Task]] = {}
-            for job in jobs:
-                tasks = forms.setdefault(job.question.form, [])
-                tasks += [Task(job, number) for number in range(len(job.question.examples))]
-            for form, tasks in forms.items():
-                for batch in self._batches(tasks):
-                    self._answer(form, [task for task in batch if not (task.job.failed or task.job.abandoned)])
+            try:
+                self._answer_all(jobs)
+            except Exception as error:  # this thread must outlive whatever it is asked
+                for job in jobs:
+                    job.fail(error)
+
+    def _answer_all(self, jobs: Sequence[Job]) -> None:
+        forms: dict[Format, list[Task]] = {}
+        for job in jobs:
+            tasks = forms.setdefault(job.question.form, [])
+            tasks += [Task(job, number) for number in range(len(job.question.examples))]
+        for form, tasks in forms.items():
+            for batch in self._batches(tasks):
+                self._answer(form, [task for task in batch if not (task.job.failed or task.job.abandoned)])
 
     def _taken(self) -> list[Job]:
         """What waits, up to the budget; nothing: it is time to end."""

@@ -23,7 +23,7 @@ PROTOCOL = 1
 SERVICE = "potstill serve"
 WEIGHTS, TOKENIZER = "x-potstill-weights", "x-potstill-tokenizer"  # headers of every answer: what gave it
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-MOST_ENTRIES = 2**20  # of k, draws and the like: beyond this a request is nonsense
+MOST_DRAWS = 4096  # as a cache has them
 SLACK = 1e-3  # by which masses may be above one
 
 
@@ -94,8 +94,11 @@ def _form(keys: Any) -> Format:
     if form.kind not in (*KINDS, "given"):
         raise ValueError(f"format: there is no kind {form.kind!r}")
     least = {"top_k": form.k, "given": form.k, "sampled": form.draws, "hidden": form.width}.get(form.kind, 1)
-    if least < 1 or form.rest < 0 or max(form.rest, form.draws, form.k) > MOST_ENTRIES:
-        raise ValueError("format: k, draws, rest or width is out of bounds")
+    most = max(form.rest, form.draws)
+    if least < 1 or min(form.rest, form.draws) < 0 or most > MOST_DRAWS or not isinstance(form.dtype, str):
+        raise ValueError("format: k, draws, rest, width or dtype is out of bounds")
+    if (form.draws and form.kind != "sampled") or (form.rest and form.kind != "top_k"):
+        raise ValueError(f"format: kind {form.kind} has no such draws")
     if not form.temperatures or not all(0 < t < 1e6 for t in form.temperatures):
         raise ValueError("format: temperatures must be above 0")
     return form
