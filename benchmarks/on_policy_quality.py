@@ -7,8 +7,8 @@ First the quickstart's student (0.4 million parameters, two layers) is distilled
 400 steps. From there it goes on for 200 steps of 16 texts, each a prompt of 24 tokens and an answer of 64 of which all is
 learnt: the data set's, its own, or its teacher's. So every variant sees the same prompts, and as many tokens. Measured on
 held-out text, and on 256 answers of 64 tokens that each student writes to held-out beginnings: KL(student‖teacher) there is
-what on-policy training minimises. Seeds are paired, the first 400 steps too; the interval is the standard deviation over them. One
-process a run, one thread.
+what on-policy training minimises. Seeds are paired, the first 400 steps too; the interval is the standard deviation over them.
+One process a run, one thread.
 """
 
 from __future__ import annotations

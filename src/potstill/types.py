@@ -275,6 +275,7 @@ class Teacher(Protocol):
 
     name: str
     weight: float
+    ahead: int  # micro-batches that are best prepared at once: requests under way at a server
 
     def lacks(self, batch: Batch) -> Sequence[int]:
         """Examples of the batch that it has nothing to say about and that are to be left out. On another thread."""

@@ -28,11 +28,12 @@ from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.data import Windows, collate
 from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_teacher, shared_ids
-from potstill.teachers.build import Scribe, build, format_of
+from potstill.teachers.build import Scribe, build
 from potstill.teachers.cached import CachedTeacher
 from potstill.teachers.codec import read_sampled, read_top_k
 from potstill.teachers.inspect import coverage, verify
 from potstill.teachers.live import LiveTeacher
+from potstill.teachers.origin import format_of
 from potstill.teachers.reading import pieces_of, weights_fingerprint
 from potstill.teachers.several import as_teachers_need, open_teachers, prepared
 from potstill.teachers.shelf import Shelf, load_head

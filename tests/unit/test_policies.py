@@ -36,6 +36,7 @@ ORDER = [
     {"training"},
     {"report"},
     {"potstill", "quickstart"},  # potstill: the package's own __init__
+    {"cli_cache"},
     {"cli"},
     {"__main__"},  # `python -m potstill`, the only one that may import cli
 ]

@@ -93,7 +93,7 @@ class RemoteConfig(Section):
         "top_k",
         description="what it is asked for (without `cache`): its k likeliest tokens and the mass of the rest; hidden states "
         "(`potstill serve` only), exact; how likely the text's own tokens are; or how likely those are that the student likes "
-        "best (`potstill serve` only)",
+        "best (`potstill serve` only), for reverse KL",
     )
     k: Positive = Field(64, description="top_k, student_top_k: how many tokens")
     concurrency: Positive = Field(8, description="requests under way at once")
@@ -114,8 +114,8 @@ class TeacherConfig(Section):
     )
     cache: str | None = Field(
         None,
-        description="folder that `potstill cache build` made: the teacher is never loaded; beside `model`: what it lacks is "
-        "computed and added",
+        description="folder that `potstill cache build` made: the teacher is never loaded; beside `model` or `server`: what it "
+        "lacks is computed and added",
     )
     server: str | None = Field(
         None,
@@ -164,9 +164,22 @@ class TeacherConfig(Section):
             )
         if self.prompt is not None and self.cache is not None:
             raise ValueError("prompt goes without cache: a cache holds what the teacher says without it")
-        if self.server is None and (self.tokenizer or self.name_on_server):
-            raise ValueError("tokenizer and name_on_server go with server")
+        if self.server is None and (self.tokenizer or self.name_on_server or self.remote != RemoteConfig()):
+            raise ValueError("tokenizer, name_on_server and remote go with server")
+        if self.server is not None:
+            self._served()
         return self
+
+    def _served(self) -> None:
+        own = {"revision": self.revision, "quantize": self.quantize, "attn_implementation": self.attn_implementation}
+        wrong = [key for key, value in own.items() if value] + (["dtype"] if self.dtype != "auto" else [])
+        if wrong:
+            raise ValueError(f"{wrong[0]} goes with model: a server was started with its own")
+        plain = RemoteConfig()
+        if self.cache is not None and (self.remote.kind, self.remote.k) != (plain.kind, plain.k):
+            raise ValueError(
+                "with a cache beside the server, store says what is asked for and kept, not remote.kind and k"
+            )
 
     @property
     def columns(self) -> list[str]:

@@ -18,11 +18,11 @@ from potstill.data import Piece, collate
 from potstill.losses import label_logprobs
 from potstill.models import LanguageModel
 from potstill.sections import fixed_value
-from potstill.teachers.cached import hidden_rows
-from potstill.teachers.codec import Chosen, Document, Format, read_chosen, read_top_k
+from potstill.teachers.codec import Document, Format
 from potstill.teachers.pairing import Aligned, Pairing, align_rows
 from potstill.teachers.reading import TeacherText, piece_of
-from potstill.teachers.shelf import Shelf
+from potstill.teachers.scored import Chosen, Documents, Scored, read_chosen, read_hidden, read_top_k
+from potstill.teachers.shelf import Shelved
 from potstill.teachers.spelling import Spelled, Speller, spell_rows
 from potstill.text.chat import ChatRenderer
 from potstill.types import Batch, CrossTarget, DenseTarget, Example, PotstillError, Target, TopKTarget
@@ -103,6 +103,8 @@ class Asked(Found):
 class AlignedTeacher:
     """A frozen model with another tokenizer than the student's, or with another text to read before the same one."""
 
+    ahead = 1
+
     def __init__(
         self,
         language_model: LanguageModel,
@@ -167,15 +169,16 @@ class Decoded(Found):
 
 
 class AlignedCached:
-    """A teacher on disk with another tokenizer than the student's."""
+    """A teacher on disk or behind a server, with another tokenizer than the student's."""
 
     def __init__(
-        self, shelf: Shelf, pairing: Pairing, name: str, weight: float = 1.0, *, temperature: float = 1.0
+        self, shelf: Shelved, pairing: Pairing, name: str, weight: float = 1.0, *, temperature: float = 1.0
     ) -> None:
         self.name = name
         self.weight = weight
         self.shelf = shelf
-        self.form = shelf.cache.form
+        self.form = shelf.form
+        self.ahead = shelf.ahead
         self._pairing, self._speller = pairing.opened(), Speller(pairing)
         self._temperature = temperature
 
@@ -194,7 +197,7 @@ class AlignedCached:
         first = _chosen(documents, found.document, found.begin)
         inner = _chosen(documents, found.document[found.inner_owner], found.inner)
         if self.form.kind == "hidden":
-            return Decoded(found, hidden=torch.cat([hidden_rows(first), hidden_rows(inner)]))
+            return Decoded(found, hidden=torch.cat([read_hidden(first), read_hidden(inner)]))
         start = None
         logprob = torch.from_numpy(read_chosen(first))
         if self._pairing.across.method != "chunk":
@@ -205,10 +208,10 @@ class AlignedCached:
         sums = torch.zeros(len(logprob)).index_add_(0, owner, torch.from_numpy(read_chosen(inner)))
         return Decoded(found, start=start, logprob=logprob, inner=sums)
 
-    def _spelled(self, found: Spelled, documents: Sequence[Document]) -> Decoded:
+    def _spelled(self, found: Spelled, documents: Documents) -> Decoded:
         rows = _chosen(documents, found.document, found.place)
         if self.form.kind == "hidden":
-            return Decoded(found, hidden=hidden_rows(rows))
+            return Decoded(found, hidden=read_hidden(rows))
         if not len(found.token):
             return Decoded(found)
         start, known = self._speller.top_k(found, *read_top_k(rows, self._temperature), read_chosen(rows))
@@ -257,15 +260,17 @@ class AlignedCached:
         self.shelf.close()
 
 
-def _as_read(document: Document, example: Example) -> Example:
-    """A stored document as the teacher read it."""
+def _as_read(document: Document | Scored, example: Example) -> Example:
+    """A document as the teacher read it."""
+    if isinstance(document, Scored):
+        return document.read
     return replace(example, ids=document.tokens.astype(np.int32), supervised=document.predicted, ends=None)
 
 
-def _chosen(documents: Sequence[Document], owner: Any, place: Any) -> Chosen:
+def _chosen(documents: Documents, owner: Any, place: Any) -> Chosen:
     """Of each document the rows that predict the tokens at `place`; `owner`: whose they are, in order."""
     bounds = np.searchsorted(owner, np.arange(len(documents) + 1))
-    chosen = []
+    chosen: list[tuple[Document | Scored, npt.NDArray[np.int64]]] = []
     for i, document in enumerate(documents):
         at = place[bounds[i] : bounds[i + 1]]
         if not document.predicted[at].all():

@@ -10,8 +10,9 @@ import os
 import shutil
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -19,27 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import safetensors.torch
-import torch
 
 from potstill.config import DataConfig, StoreConfig
-from potstill.data import Piece, collate
+from potstill.data import Piece
 from potstill.files import MANIFEST, UNFINISHED
-from potstill.models import LanguageModel, check_rows
-from potstill.teachers.codec import DTYPES, LARGEST_VOCABULARY, NOTHING, Format, encode, to_bytes
+from potstill.models import LanguageModel
+from potstill.teachers.codec import NOTHING, Signal, encode, to_bytes
+from potstill.teachers.origin import LiveOrigin, Origin, save_head
 from potstill.teachers.reading import (
     TeacherText,
     as_cached,
     chat_kwargs,
-    dtype_name,
-    fingerprints,
     piece_bytes,
     pieces_of,
 )
-from potstill.teachers.signal import signal_of, uniforms
 from potstill.teachers.store import SHARD_BYTES, Cache, Writer, adopt, begun_cache, create, read_manifest, signal_keys
-from potstill.types import Batch, Example, PotstillError
+from potstill.types import Example, PotstillError
 
 GROUP_PIECES = 2048  # sorted by length together
 SHARD_SECONDS = 60.0  # at most so much work is lost when a build is killed
@@ -70,68 +66,30 @@ class Built:
     rest: float | None = None  # top_k: the rest's mass at the first temperature, on average
 
 
-def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
-    vocabulary = len(teacher.tokenizer)
-    check_rows("teacher", teacher, vocabulary, "cache")
-    if vocabulary > LARGEST_VOCABULARY:
-        raise PotstillError(
-            f"a cache holds vocabularies of up to {LARGEST_VOCABULARY:,} ids; the teacher's has {vocabulary:,}"
-        )
-    if store.kind in ("sampled", "chosen") and set(store.temperatures) != {1.0}:
-        raise PotstillError(
-            f"the cache's temperatures: what kind {store.kind} keeps is at temperature 1: leave them out, or choose kind top_k "
-            "or hidden"
-        )
-    if store.kind == "top_k" and store.k > vocabulary:
-        raise PotstillError(
-            f"the cache's k is {store.k} and the teacher has {vocabulary} ids: choose a k of at most that"
-        )
-    if store.kind == "top_k":
-        if store.rest and store.k == vocabulary:
-            raise PotstillError(
-                f"the cache's k is all of the teacher's {vocabulary} ids: there is no rest to draw from"
-            )
-        temperatures = tuple(sorted(set(store.temperatures)))
-        if store.rest and 1.0 not in temperatures:
-            raise PotstillError(
-                "the cache's rest: draws from the rest are at temperature 1, and a loss at another cannot use them: add 1 to "
-                "temperatures, or leave rest out"
-            )
-        seed = store.seed if store.rest else 0
-        return Format("top_k", vocabulary, k=store.k, temperatures=temperatures, rest=store.rest, seed=seed)
-    if store.kind == "sampled":
-        return Format("sampled", vocabulary, draws=store.draws, seed=store.seed)
-    if store.kind == "hidden":
-        weight, dtype = teacher.model.get_output_embeddings().weight, dtype_name(teacher.model.dtype)
-        return Format("hidden", vocabulary, width=weight.shape[1], dtype=dtype if dtype in DTYPES else "float32")
-    return Format("chosen", vocabulary)
-
-
 class Scribe:
     """Computes documents and adds them to a cache; packing and writing happen on a thread of their own."""
 
     def __init__(
         self,
-        teacher: LanguageModel,
+        origin: Origin,
         store: StoreConfig,
         folder: Path,
         *,
-        name: str,
         data: DataConfig,
         shard_seconds: float = SHARD_SECONDS,
     ) -> None:
-        self.teacher = teacher
-        self.form = format_of(store, teacher)
-        self.text = TeacherText(teacher.tokenizer, teacher.positions)
-        found = fingerprints(teacher)
+        self.origin = origin
+        self.form = origin.format(store)
+        self.text = TeacherText(origin.tokenizer, origin.positions)
+        found = origin.identity
         identity = {
             "kind": self.form.kind,
             "signal": signal_keys(self.form),
             "teacher": {
-                "model": name,
-                "revision": vars(teacher.model.config).get("_commit_hash"),  # null: not from the hub
+                "model": found.name,
+                "revision": found.revision,
                 "weights": found.weights,
-                "dtype": dtype_name(teacher.model.dtype),
+                "dtype": found.dtype,
             },
             "tokenizer": found.tokenizer,
             "chat": {"template": found.template, "kwargs": _chat_kwargs(data, folder)},
@@ -145,23 +103,15 @@ class Scribe:
         self._shard_seconds = shard_seconds
         self._began = time.monotonic()
         self._worker = ThreadPoolExecutor(1, "scribe")
-        self._pending: list[Future[None]] = []
+        self._pending: deque[Future[None]] = deque()
         self._tending: Future[None] | None = None
         self._closed = False
 
     def _beside(self, folder: Path) -> None:
         """What a reader needs besides the shards: the tokenizer, and with hidden states the head."""
-        self.teacher.tokenizer.save_pretrained(folder / "tokenizer")
+        self.origin.tokenizer.save_pretrained(folder / "tokenizer")
         if self.form.kind == "hidden":
-            head = self.teacher.at_rows(torch.empty(0), self.form.vocabulary)
-            assert head.weight is not None
-            tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
-            if any(tensor.isnan().any() for tensor in tensors.values()):
-                raise PotstillError("the teacher's head has numbers that are none (NaN): take another teacher")
-            numbers = {"softcap": head.softcap, "logit_scale": head.logit_scale}
-            metadata = {key: repr(value) for key, value in numbers.items() if value is not None}
-            tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-            safetensors.torch.save_file(tensors, folder / "head.safetensors", metadata)
+            save_head(self.origin.head(self.form.vocabulary), folder / "head.safetensors")
 
     @staticmethod
     def _remove_stale(folder: Path) -> None:
@@ -177,7 +127,7 @@ class Scribe:
         barren = [piece.key for piece, example in zip(pieces, read, strict=True) if example is None]
         if barren:
             self._pending.append(self._worker.submit(self._add_nothing, barren))
-        for some in _by_tokens([example for example in read if example is not None], batch_tokens):
+        for some in by_tokens([example for example in read if example is not None], batch_tokens):
             self.write(some)
         return len(barren)
 
@@ -189,28 +139,12 @@ class Scribe:
                     f"{example.source} ({example.key}): the teacher's tokenizer gives it id {example.ids.max()}, and the "
                     f"teacher has {self.form.vocabulary} ids"
                 )
-        batch = collate([[example] for example in examples], pad_id=0).to(self.teacher.model.device)
-        signal_rows = self._signal(batch)
-        while len(self._pending) >= WAITING:
-            self._pending.pop(0).result()
-        self._pending.append(self._worker.submit(self._add, examples, signal_rows))
+        begun = self.origin.begin(self.form, examples)
+        while len(self._pending) >= max(WAITING, self.origin.at_once):
+            self._pending.popleft().result()
+        self._pending.append(self._worker.submit(lambda: self._add(examples, begun())))
 
-    @torch.no_grad()
-    def _signal(self, batch: Batch) -> dict[str, Any]:
-        hidden = self.teacher.hidden(batch, batch.rows.teacher)
-        _check_rows(torch.isfinite(hidden).all(-1).cpu().numpy(), "hidden states", batch)
-        random = None
-        if draws := self.form.draws or self.form.rest:
-            random = np.concatenate(
-                [uniforms(self.form.seed, e.key, e.supervised_tokens, draws) for e in batch.examples]
-            )
-        found = signal_of(self.form, self.teacher.at_rows(hidden, self.form.vocabulary), batch.rows.labels, random)
-        for values in found.values():
-            if values.dtype.kind == "f":
-                _check_rows(~np.isnan(values).reshape(len(values), -1).any(-1), "probabilities", batch)
-        return found
-
-    def _add(self, examples: Sequence[Example], signal_rows: dict[str, Any]) -> None:
+    def _add(self, examples: Sequence[Example], signal_rows: Signal) -> None:
         streams = encode(self.form, signal_rows)
         if self.form.kind == "top_k":
             odds = signal_rows["odds"][:, 0].astype(np.float64)
@@ -258,27 +192,23 @@ class Scribe:
     def settle(self) -> None:
         """Wait until everything handed over is packed (not: on disk)."""
         while self._pending:
-            self._pending.pop(0).result()
+            self._pending.popleft().result()
 
-    def close(self) -> None:
-        """Put everything on disk."""
+    def close(self, *, abandoned: bool = False) -> None:
+        """Put everything on disk that was computed. `abandoned`: what is under way is given up."""
+        if self._closed:
+            return
         self._closed = True
+        if abandoned:
+            self.origin.close()
         try:
-            self.settle()
+            wait(self._pending)
             self._worker.submit(self._flush).result()
+            if not abandoned:
+                self.settle()
         finally:
             self._worker.shutdown()
-
-
-def _check_rows(sound: npt.NDArray[np.bool_], what: str, batch: Batch) -> None:
-    if sound.all():
-        return
-    ends = np.cumsum([example.supervised_tokens for example in batch.examples])
-    example = batch.examples[int(np.searchsorted(ends, int(np.argmin(sound)), side="right"))]
-    raise PotstillError(
-        f"the teacher's {what} are not finite in {example.source} ({example.key}): try dtype float32, or another teacher; "
-        "nothing of this batch is in the cache"
-    )
+            self.origin.close()
 
 
 def _chat_kwargs(data: DataConfig, folder: Path) -> dict[str, Any]:
@@ -290,12 +220,12 @@ def _chat_kwargs(data: DataConfig, folder: Path) -> dict[str, Any]:
 
 
 def build(
-    teacher: LanguageModel,
+    teacher: LanguageModel | Origin,
     store: StoreConfig,
     data: DataConfig,
     folder: Path,
     *,
-    name: str,
+    name: str = "",
     key: str = "data",
     batch_tokens: int = BATCH_TOKENS,
     rank: int = 0,
@@ -304,21 +234,22 @@ def build(
     progress: Callable[[Progress], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Built:
-    """Add to the cache in `folder` every document of `data` that it lacks."""
+    """Add to the cache in `folder` every document of `data` that it lacks. `name`: what its manifest calls a model."""
     begin = time.monotonic()
+    origin = LiveOrigin(teacher, name) if isinstance(teacher, LanguageModel) else teacher
     if (begun := begun_cache(folder)) is not None:
         data = as_cached(data, begun)
-    scribe = Scribe(teacher, store, folder, name=name, data=data, shard_seconds=shard_seconds)
+    scribe = Scribe(origin, store, folder, data=data, shard_seconds=shard_seconds)
     lost, names = adopt(folder)
     if names:
         more = ", …" if names[1:] else ""
         say(f"{len(names)} shards of {folder} are gone ({names[0]}{more}): their {lost:,} documents are computed again")
     cache = Cache(folder)
     streaming = any(source.streaming for source in data.sources)
-    there, total = (0, 0) if streaming else _to_do(cache, data, teacher, key)
+    there, total = (0, 0) if streaming else _to_do(cache, data, origin.tokenizer, key)
     done = unpredictable = 0
     try:
-        for number, batch in enumerate(_batches(pieces_of(data, teacher.tokenizer, key), batch_tokens)):
+        for number, batch in enumerate(_batches(pieces_of(data, origin.tokenizer, key), batch_tokens)):
             if number % world != rank:
                 continue
             missing = [piece for piece, at in zip(batch, cache.find([p.key for p in batch]), strict=True) if at < 0]
@@ -326,15 +257,17 @@ def build(
             done += sum(len(piece.text.encode()) for piece in missing)
             seconds = time.monotonic() - begin
             progress(Progress(scribe.documents, scribe.tokens, scribe.bytes, done, total // world, seconds))
-    finally:
-        scribe.close()
+    except BaseException:
+        scribe.close(abandoned=True)
+        raise
+    scribe.close()
     return Built(scribe.documents, scribe.tokens, there, unpredictable, time.monotonic() - begin, scribe.rest)
 
 
-def _to_do(cache: Cache, data: DataConfig, teacher: LanguageModel, key: str) -> tuple[int, int]:
+def _to_do(cache: Cache, data: DataConfig, tokenizer: Any, key: str) -> tuple[int, int]:
     """How many documents are there already, and how many bytes of text are not."""
     there = total = 0
-    pieces = pieces_of(data, teacher.tokenizer, key)
+    pieces = pieces_of(data, tokenizer, key)
     while some := list(islice(pieces, GROUP_PIECES)):
         found = cache.find([piece.key for piece in some]) >= 0
         there += int(found.sum())
@@ -355,7 +288,7 @@ def _batches(pieces: Iterator[Piece], batch_tokens: int) -> Iterator[list[Piece]
         yield batch
 
 
-def _by_tokens(examples: list[Example], batch_tokens: int) -> Iterator[list[Example]]:
+def by_tokens(examples: list[Example], batch_tokens: int) -> Iterator[list[Example]]:
     """The same, in parts that fit: some texts have more tokens a byte than others."""
     examples = sorted(examples, key=lambda example: len(example.ids))
     batch: list[Example] = []

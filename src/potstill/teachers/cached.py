@@ -1,4 +1,4 @@
-"""A teacher whose signal is on disk."""
+"""A teacher whose signal is on disk, or comes from a server."""
 
 from __future__ import annotations
 
@@ -9,24 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from potstill.config import DataConfig, LossConfig
 from potstill.models import check_rows, load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
 from potstill.sections import fixed_value
-from potstill.teachers.codec import (
-    Chosen,
-    Document,
-    Format,
-    read_chosen,
-    read_hidden,
-    read_rest,
-    read_sampled,
-    read_top_k,
-)
+from potstill.teachers.codec import Document, Format
 from potstill.teachers.reading import chat_kwargs, template_fingerprint
-from potstill.teachers.shelf import Shelf
+from potstill.teachers.scored import Chosen, Scored, read_chosen, read_hidden, read_rest, read_sampled, read_top_k
+from potstill.teachers.shelf import Shelved
 from potstill.teachers.store import Cache
 from potstill.types import Batch, ChosenTarget, DenseTarget, Example, PotstillError, SampledTarget, Target, TopKTarget
 
@@ -34,12 +25,12 @@ NONE = np.zeros(0, dtype=np.int64)
 
 
 class CachedTeacher:
-    """Reads what a teacher once said. `prepare` decodes it; `targets` only moves it to the device, but for what has to be
-    computed first."""
+    """Reads what a teacher once said, or has just said. `prepare` decodes it; `targets` only moves it to the device, but for
+    what has to be computed first."""
 
     def __init__(
         self,
-        shelf: Shelf,
+        shelf: Shelved,
         width: int,
         name: str,
         weight: float = 1.0,
@@ -51,7 +42,8 @@ class CachedTeacher:
         self.name = name
         self.weight = weight
         self.shelf = shelf
-        self.form = shelf.cache.form
+        self.form = shelf.form
+        self.ahead = shelf.ahead
         self._temperature = temperature
         self._chosen_only = chosen_only  # the loss asks how likely the text's own tokens are, and no more
 
@@ -91,7 +83,7 @@ class CachedTeacher:
     def _decoded(self, chosen: Chosen) -> Target:
         form = self.form
         if form.kind == "hidden":
-            return DenseTarget(hidden=hidden_rows(chosen))
+            return DenseTarget(hidden=read_hidden(chosen))
         if self._chosen_only:
             return ChosenTarget(torch.from_numpy(read_chosen(chosen)))
         if form.kind == "sampled":
@@ -105,12 +97,7 @@ class CachedTeacher:
         return target
 
 
-def hidden_rows(chosen: Chosen) -> Tensor:
-    hidden = torch.from_numpy(read_hidden(chosen))
-    return hidden.view(torch.bfloat16) if chosen[0][0].form.dtype == "bfloat16" else hidden
-
-
-def _rows(document: Document, example: Example) -> npt.NDArray[np.int64]:
+def _rows(document: Document | Scored, example: Example) -> npt.NDArray[np.int64]:
     """The document's rows for the tokens that the example supervises, which must be the same tokens."""
     wanted = np.flatnonzero(example.supervised)
     if not len(wanted):

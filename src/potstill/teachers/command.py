@@ -17,12 +17,14 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingCol
 from rich.progress import Progress as Bar
 
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
-from potstill.models import LanguageModel, load_teacher, load_tokenizer
+from potstill.models import load_teacher, load_tokenizer
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import checked, load_recipe
 from potstill.teachers.build import Progress, Terminated, build, ranks, sigterm_interrupts
 from potstill.teachers.codec import DTYPES, Format
 from potstill.teachers.inspect import Report, coverage, describe, described, signal_in_words, verify
+from potstill.teachers.origin import LiveOrigin, Origin
+from potstill.teachers.remote import open_server
 from potstill.teachers.store import IMPORTED, Cache, begun_cache, form_of, read_manifest
 from potstill.types import PotstillError
 
@@ -59,18 +61,24 @@ def build_cache(
     batch_tokens: int | None,
     shard_seconds: float,
     device_name: str,
+    token_env: str | None = None,
+    tokenizer: str | None = None,
 ) -> None:
-    """Build from a recipe's teacher and data, or from a model and `--data`."""
+    """Build from a recipe's teacher and data, or from a model or a server and `--data`."""
     if what.endswith(RECIPES):
         of_models = {"--piece-bytes": piece_bytes, "--dtype": dtype, "--revision": revision}
-        of_models |= {"--trust-remote-code": trust_remote_code or None}
+        of_models |= {"--trust-remote-code": trust_remote_code or None, "--token-env": token_env}
+        of_models |= {"--tokenizer": tokenizer}
         if wrong := [name for name, value in of_models.items() if value is not None]:
             raise PotstillError(f"{wrong[0]} goes with a model and --data; a recipe has a key for it")
         config, data, key = _from_recipe(what, source, teacher, overrides)
     else:
         if teacher:
             raise PotstillError(f"--teacher {teacher} goes with a recipe, and {what} is a model: leave it out")
-        config, data, key = _from_model(what, source, overrides, piece_bytes, dtype, revision, trust_remote_code)
+        options: dict[str, Any] = {"revision": revision, "dtype": dtype}
+        options |= {"trust_remote_code": trust_remote_code or None}
+        options |= {"remote": None if token_env is None else {"token": token_env}, "tokenizer": tokenizer}
+        config, data, key = _from_model(what, source, overrides, piece_bytes, options)
     folder = out or (Path(config.cache) if config.cache else None)
     if folder is None:
         raise PotstillError("--out: say where the cache is to be, or give the teacher a cache in the recipe")
@@ -87,15 +95,13 @@ def build_cache(
         console.print(f"{who}going on with what {folder} keeps, {signal_in_words(form_of(there))}", markup=False)
     try:
         with sigterm_interrupts(), in_words_of_options(source is not None):
-            config, model = _load(config, there, folder, device, key, teacher)
-            assert config.model is not None
+            origin = _load(config, there, folder, device, key, teacher)
             with _shown(console, rank, world) as show:
                 built = build(
-                    model,
+                    origin,
                     kept,
                     data,
                     folder,
-                    name=config.model,
                     key="data" if source is None else "--data",
                     batch_tokens=batch_tokens or (4096 if device.type == "cpu" else 16384),
                     rank=rank,
@@ -162,18 +168,24 @@ def _settings(form: Format) -> dict[str, Any]:
 
 def _load(
     config: TeacherConfig, there: Mapping[str, Any] | None, folder: Path, device: torch.device, key: str, number: int
-) -> tuple[TeacherConfig, LanguageModel]:
+) -> Origin:
     """The teacher; where the recipe names none, the one that the cache was built with."""
+
+    def load(config: TeacherConfig) -> Origin:
+        return LiveOrigin(load_teacher(config, device, key, key), config.name)
+
+    if config.server is not None:
+        return open_server(config, key.removesuffix(".model"))
     say_which = f"add teachers.{number}.model=MODEL to the command"
     if there is None:
         if config.model is None:
             raise PotstillError(f"teachers[{number}] has no model to run: {say_which}")
-        return config, load_teacher(config, device, key, key)
+        return load(config)
     known = there["teacher"]
     if config.dtype == "auto" and known["dtype"] in DTYPES:
         config = config.model_copy(update={"dtype": known["dtype"]})
     if config.model is not None:
-        return config, load_teacher(config, device, key, key)
+        return load(config)
     if known["weights"] == IMPORTED:
         raise PotstillError(
             f"teachers[{number}] has no model to run, and {folder} was imported, to which no model adds: import more, or "
@@ -181,7 +193,7 @@ def _load(
         )
     config = config.model_copy(update={"model": known["model"], "revision": config.revision or known.get("revision")})
     try:
-        return config, load_teacher(config, device, key, key)
+        return load(config)
     except PotstillError as error:
         raise PotstillError(
             f"teachers[{number}] has no model to run, and {known['model']}, with which {folder} was built, cannot be loaded "
@@ -223,22 +235,21 @@ def _from_recipe(
 
 
 def _from_model(
-    what: str,
-    source: dict[str, Any] | None,
-    overrides: Sequence[str],
-    piece_bytes: int | None,
-    dtype: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    what: str, source: dict[str, Any] | None, overrides: Sequence[str], piece_bytes: int | None, options: dict[str, Any]
 ) -> tuple[TeacherConfig, DataConfig, str]:
     if source is None:
         raise PotstillError(f"--data: say which text {what} is to read (or give a recipe, which ends in .yaml)")
     if overrides:
         raise PotstillError(f"{overrides[0]}: key=value goes with a recipe; a model takes options")
-    options = {"revision": revision, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    served = what.startswith(("http://", "https://"))
     given = {key: value for key, value in options.items() if value is not None}
-    config = checked(TeacherConfig, {"model": what, **given}, "MODEL")
-    return config, checked(DataConfig, {"sources": [source], "piece_bytes": piece_bytes}, "--data"), "MODEL"
+    of_the_other = ("revision", "dtype") if served else ("remote", "tokenizer")
+    if wrong := [key for key in of_the_other if key in given]:
+        name = {"remote": "token-env"}.get(wrong[0], wrong[0])
+        raise PotstillError(f"--{name} goes with a {'model' if served else 'server'}, and {what} is none: leave it out")
+    config = checked(TeacherConfig, {"server" if served else "model": what, **given}, "MODEL")
+    data = checked(DataConfig, {"sources": [source], "piece_bytes": piece_bytes}, "--data")
+    return config, data, "MODEL"
 
 
 @contextmanager

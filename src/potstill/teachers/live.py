@@ -14,6 +14,8 @@ from potstill.types import Batch, DenseTarget
 class LiveTeacher:
     """A frozen model read at every batch. It gives hidden states and its head, not logits."""
 
+    ahead = 1
+
     def __init__(self, language_model: LanguageModel, width: int, name: str, weight: float = 1.0) -> None:
         self.language_model = language_model
         self.width = width  # ids that student and teacher share; the rest take no part

@@ -17,11 +17,13 @@ from potstill.data import Window, without
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel, difference, load_teacher, load_tokenizer, shared_ids
 from potstill.teachers.aligned import AlignedCached, AlignedTeacher, Rereader, check_across
-from potstill.teachers.build import Scribe, format_of
+from potstill.teachers.build import Scribe
 from potstill.teachers.cached import CachedTeacher, check_cache, check_loss, check_pieces
 from potstill.teachers.live import LiveTeacher
+from potstill.teachers.origin import LiveOrigin, Origin
 from potstill.teachers.pairing import Pairing
 from potstill.teachers.reading import as_cached, chat_kwargs, piece_of
+from potstill.teachers.remote import StudentTopK, open_remote, open_server
 from potstill.teachers.shelf import Shelf
 from potstill.teachers.store import Cache, read_manifest
 from potstill.teachers.weighing import RoutedTeacher
@@ -59,7 +61,9 @@ def open_teachers(
         opening = Opening(config, student, data, loss, where)
         language_model = None if config.model is None else load_teacher(config, device, where)
         models.append(language_model)
-        tokenizer = language_model.tokenizer if language_model is not None else opening.cached_tokenizer()
+        server = None if config.server is None else open_server(config, where)
+        there = language_model or server
+        tokenizer = there.tokenizer if there is not None else opening.cached_tokenizer()
         reason = difference(student.tokenizer, tokenizer)
         if reason is not None:
             notes.append(f"{where}: {reason}. Texts are aligned by bytes, method {config.across.method}")
@@ -68,7 +72,11 @@ def open_teachers(
             live.append(model)
         teacher: Teacher
         if config.cache is not None:
-            teacher = opening.from_cache(language_model, None if reason is None else tokenizer)
+            origin = server if language_model is None else LiveOrigin(language_model, config.name)
+            teacher = opening.from_cache(origin, None if reason is None else tokenizer)
+        elif server is not None:
+            other = reason is not None or config.prompt is not None
+            teacher = open_remote(config, server, student, data, loss, where, other=other)
         elif reason is not None or config.prompt is not None:
             assert language_model is not None
             teacher = opening.aligned(language_model)
@@ -91,6 +99,11 @@ def _check_several(teacher: Teacher, config: TeacherConfig, loss: LossConfig, wh
         raise PotstillError(
             f"{where}: loss.divergence: sampled_reverse_kl reads from the cache only how likely the text's own tokens were, "
             f"which does not tell the teacher's {loss.confidence}, as loss.confidence asks: take confidence: ce, or kind hidden"
+        )
+    if (loss.several == "best" or loss.confidence) and isinstance(teacher, StudentTopK):
+        raise PotstillError(
+            f"{where}.remote.kind: student_top_k does not tell how sure the teacher is, as loss."
+            f"{'several' if loss.several == 'best' else 'confidence'} asks: use top_k or hidden"
         )
     if (loss.several == "best" or loss.confidence) and form is not None and form.kind == "sampled":
         raise PotstillError(
@@ -126,22 +139,22 @@ class Opening:
             prompt=config.prompt,
         )
 
-    def from_cache(self, language_model: LanguageModel | None, other: Any | None) -> CachedTeacher | AlignedCached:
-        """`other`: the teacher's tokenizer, where it is not the student's."""
+    def from_cache(self, origin: Origin | None, other: Any | None) -> CachedTeacher | AlignedCached:
+        """`origin`: of what the cache lacks. `other`: the teacher's tokenizer, where it is not the student's."""
         config, where = self.config, f"{self.where}.cache"
         assert config.cache is not None
         folder, scribe, piece = Path(config.cache), None, piece_of
-        if language_model is not None:
-            form = format_of(config.store, language_model)  # checked before there is a folder
+        if origin is not None:
+            form = origin.format(config.store)  # checked before there is a folder
             if other is None:
                 check_loss(form, self.loss, where)
             else:
                 check_across(config.across, self.loss, where, form)
-                piece = Rereader(other, language_model.positions, chat_kwargs(self.data)).piece
-            scribe = Scribe(language_model, config.store, folder, name=config.name, data=self.data)
+                piece = Rereader(other, origin.positions, chat_kwargs(self.data)).piece
+            scribe = Scribe(origin, config.store, folder, data=self.data)
         cache = Cache(folder)
         skip = config.on_missing == "skip"
-        shelf = Shelf(cache, skip_missing=skip, scribe=scribe, data=self.data, piece=piece)
+        shelf = Shelf(cache, skip_missing=skip, scribe=scribe, data=self.data, piece=piece, own_ids=other is None)
         if other is None:
             width, temperature = check_cache(cache, self.student, self.data, self.loss, where)
             only = self.loss.by_draws
@@ -186,8 +199,13 @@ def prepared(
     """Windows with what the teachers can make ready on the host. Documents that a teacher lacks are left out, and windows of
     which nothing is left. `counts`: of what went before. `workers`: windows made ready at once."""
     left = _left(windows, teachers, counts)
-    if workers == 1:
+    ahead = max((teacher.ahead for teacher in teachers), default=1)
+    if workers == 1 and ahead == 1:
         yield from (_ready(window, teachers) for window in left)
+        return
+    if workers == 1:  # all that a window asks of servers is under way at once
+        with ThreadPoolExecutor(ahead, "prepare") as pool:
+            yield from (_ready(window, teachers, pool) for window in left)
         return
     with ThreadPoolExecutor(workers, "prepare") as pool:
         waiting: deque[Future[Prepared]] = deque()
@@ -202,8 +220,15 @@ def prepared(
             pool.shutdown(cancel_futures=True)
 
 
-def _ready(window: Window, teachers: Sequence[Teacher]) -> Prepared:
-    return Prepared(window, [[teacher.prepare(batch) for teacher in teachers] for batch in window.batches])
+def _ready(window: Window, teachers: Sequence[Teacher], pool: ThreadPoolExecutor | None = None) -> Prepared:
+    if pool is None:
+        return Prepared(window, [[teacher.prepare(batch) for teacher in teachers] for batch in window.batches])
+    begun = [[pool.submit(teacher.prepare, batch) for teacher in teachers] for batch in window.batches]
+    try:
+        return Prepared(window, [[future.result() for future in some] for some in begun])
+    finally:
+        for future in (one for some in begun for one in some):
+            future.cancel()
 
 
 def _left(windows: Iterable[Window], teachers: Sequence[Teacher], counts: Mapping[str, int]) -> Iterator[Window]:

@@ -1,11 +1,12 @@
-"""Documents of a cache as training asks for them; with a model beside it, what the cache lacks is computed and added."""
+"""Documents of a cache as training asks for them; with a model or a server beside it, what it lacks is computed and added."""
 
 from __future__ import annotations
 
+import threading
 from ast import literal_eval
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors
@@ -15,16 +16,43 @@ from torch import Tensor
 from potstill.config import DataConfig
 from potstill.data import Piece
 from potstill.models import load_tokenizer
-from potstill.teachers.build import BATCH_TOKENS, Scribe
-from potstill.teachers.codec import Document, blank, from_bytes
+from potstill.teachers.build import BATCH_TOKENS, Scribe, by_tokens
+from potstill.teachers.codec import Document, Format, blank, from_bytes
 from potstill.teachers.inspect import coverage
 from potstill.teachers.reading import piece_of
+from potstill.teachers.scored import Documents
 from potstill.teachers.store import Cache
 from potstill.types import Batch, DenseTarget, Example, PotstillError
 
 
+class Shelved(Protocol):
+    """Where documents of a teacher come from: a cache (Shelf), or a server (remote.RemoteShelf)."""
+
+    form: Format
+    ahead: int  # as the Teacher's
+
+    def lacks(self, batch: Batch) -> Sequence[int]:
+        """Examples that it has not, and that are to be left out."""
+        ...
+
+    def documents(self, examples: Sequence[Example]) -> Documents | None:
+        """What the teacher says about them, on another thread; None: some of it is to be computed first, on the device."""
+        ...
+
+    def compute(self, examples: Sequence[Example]) -> None:
+        """What `documents` did not find."""
+        ...
+
+    def head(self, device: torch.device, width: int) -> DenseTarget:
+        """The teacher's own, over so many ids; of kind hidden."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Shelf:
-    """`piece`: what the teacher reads of an example."""
+    """`piece`: what the teacher reads of an example. `own_ids`: its tokens are the student's, so that a text that a model wrote
+    is read in the tokens it was written in, which no tokenizer gives back from the text."""
 
     def __init__(
         self,
@@ -34,9 +62,14 @@ class Shelf:
         scribe: Scribe | None = None,
         data: DataConfig | None = None,
         piece: Callable[[Example], Piece] = piece_of,
+        own_ids: bool = True,
     ) -> None:
         cache.check_files()
         self.cache = cache
+        self.form = cache.form
+        self.ahead = 1
+        self._own_ids = own_ids
+        self._computing = threading.Lock()
         self._skip = skip_missing
         self._scribe = scribe
         self._data = data
@@ -65,24 +98,31 @@ class Shelf:
             return there
         if self._scribe is None:
             raise self._missing(examples[found.index(None)])
+        if self._scribe.origin.ahead:
+            self.compute(examples)
+            return [document for document in self._found(examples) if document is not None]
         return None
 
     def compute(self, examples: Sequence[Example]) -> None:
         """What is not there. Nothing, when it has been computed since for another batch, or by another process."""
         assert self._scribe is not None
-        missing = [e for e, there in zip(examples, self._found(examples), strict=True) if there is None]
-        unique = {example.key: example for example in missing}
-        # In parts of like lengths: one long document among short ones would pad all of them to its length.
-        tokens = sum(len(example.ids) for example in unique.values())
-        self._scribe.add([self._piece(example) for example in unique.values()], min(tokens, BATCH_TOKENS))
-        self._scribe.settle()
+        with self._computing:  # several threads may prepare
+            missing = [e for e, there in zip(examples, self._found(examples), strict=True) if there is None]
+            unique = {example.key: example for example in missing}.values()
+            # In parts of like lengths: one long document among short ones would pad all of them to its length.
+            tokens = min(sum(len(example.ids) for example in unique), BATCH_TOKENS)
+            written = [e for e in unique if e.writer is not None and self._own_ids]
+            for some in by_tokens(written, tokens):
+                self._scribe.write(some)
+            self._scribe.add([self._piece(e) for e in unique if e.writer is None or not self._own_ids], tokens)
+            self._scribe.settle()
 
     def tokenizer(self) -> Any:
         return load_tokenizer(str(self.cache.folder / "tokenizer"), "cache")
 
     def close(self) -> None:
         if self._scribe is not None:
-            self._scribe.close()
+            self._scribe.close(abandoned=True)
 
     def _found(self, examples: Sequence[Example]) -> list[Document | None]:
         """None: it is not there."""

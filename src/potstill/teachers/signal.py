@@ -34,9 +34,14 @@ def uniforms(seed: int, key: str, rows: int, draws: int) -> npt.NDArray[np.float
 
 @torch.no_grad()
 def signal_of(
-    form: Format, target: DenseTarget, labels: Tensor, random: npt.NDArray[np.float64] | None
+    form: Format,
+    target: DenseTarget,
+    labels: Tensor,
+    random: npt.NDArray[np.float64] | None,
+    given: npt.NDArray[np.int32] | None = None,
 ) -> dict[str, npt.NDArray[Any]]:
-    """The signal of R rows, given as hidden states and a head over the format's vocabulary. `random` [R, N]: for draws."""
+    """The signal of R rows, given as hidden states and a head over the format's vocabulary. `random` [R, N]: for draws;
+    `given` [R, K]: the ids that kind `given`, which no cache holds, looks up."""
     assert target.hidden is not None
     if form.kind == "hidden":
         hidden = target.hidden.to("cpu", getattr(torch, form.dtype))
@@ -46,6 +51,7 @@ def signal_of(
     b = n if labels.device.type != "cpu" else max(1, BLOCK_BYTES // (4 * form.vocabulary))
     logits = torch.empty(min(n, rows), form.vocabulary, device=labels.device)
     drawn = None if random is None else torch.from_numpy(random).to(labels.device)
+    wanted = None if given is None else torch.from_numpy(given).to(labels.device, torch.int64)
     parts: list[dict[str, Tensor]] = []
     for start in range(0, rows, n):
         count = min(n, rows - start)
@@ -53,7 +59,10 @@ def signal_of(
         for first in range(0, count, b):
             at = slice(start + first, start + min(first + b, count))
             block = product[first : first + b]
-            parts.append(_of_block(form, block, labels[at, None], None if drawn is None else drawn[at]))
+            if wanted is not None:
+                parts.append(_of_given(block, wanted[at], form.temperatures[0]))
+            else:
+                parts.append(_of_block(form, block, labels[at, None], None if drawn is None else drawn[at]))
     return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]} if parts else {}
 
 
@@ -84,6 +93,16 @@ def _of_block(form: Format, z: Tensor, labels: Tensor, random: Tensor | None) ->
         drawn = draws(z, random, 1.0)
         found |= {"rest": drawn["draws"], "rest_entropy": drawn["entropy"]}
     return found
+
+
+def _of_given(z: Tensor, ids: Tensor, temperature: float) -> dict[str, Tensor]:
+    """Log-probabilities of some distinct ids of each row, and the log-mass of all others."""
+    values = z.gather(-1, ids) / temperature
+    z.scatter_(-1, ids, -torch.inf)
+    kept = values.logsumexp(-1)
+    rest = _log_mass(z, z.amax(-1).clamp(min=torch.finfo(z.dtype).min), temperature)
+    log_mass = torch.logaddexp(kept, rest)
+    return {"logprobs": values - log_mass[:, None], "tail": rest - log_mass}
 
 
 def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:

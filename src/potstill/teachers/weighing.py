@@ -48,7 +48,7 @@ class RoutedTeacher:
 
     def __init__(self, teacher: Teacher, only: Mapping[str, str | list[str]]) -> None:
         self.teacher = teacher
-        self.name, self.weight = teacher.name, teacher.weight
+        self.name, self.weight, self.ahead = teacher.name, teacher.weight, teacher.ahead
         self._only = {column: {wanted} if isinstance(wanted, str) else set(wanted) for column, wanted in only.items()}
 
     def _wants(self, example: Example) -> bool:

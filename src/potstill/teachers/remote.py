@@ -1,0 +1,307 @@
+"""A teacher behind a server: its documents are asked for ahead of the step, and read as those of a cache are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
+from potstill.models import LanguageModel, check_rows, same_tokenizer
+from potstill.sections import fixed_value
+from potstill.teachers.aligned import AlignedCached, Rereader, check_across
+from potstill.teachers.cached import CachedTeacher, check_loss
+from potstill.teachers.client import PotstillServer, Server, potstill_version
+from potstill.teachers.codec import Format, Signal
+from potstill.teachers.connection import Connection
+from potstill.teachers.openai import OpenAIServer
+from potstill.teachers.pairing import Pairing
+from potstill.teachers.reading import chat_kwargs
+from potstill.teachers.scored import Scored, no_rows
+from potstill.teachers.signal import signal_of
+from potstill.types import Batch, DenseTarget, Example, PotstillError, TopKTarget
+
+Given = Sequence[npt.NDArray[np.int32]]
+
+
+def open_server(config: TeacherConfig, where: str) -> RemoteOrigin:
+    """Ask the server what it is."""
+    assert config.server is not None
+    connection = Connection(config.server.rstrip("/").removesuffix("/v1"), config.remote, where)
+    version = potstill_version(connection)
+    server: Server = OpenAIServer(connection, config) if version is None else PotstillServer(connection, version)
+    return RemoteOrigin(server, config.remote.concurrency)
+
+
+class RemoteOrigin:
+    """Requests under way at a server, at most so many at once."""
+
+    ahead = True
+
+    def __init__(self, server: Server, concurrency: int) -> None:
+        self.server = server
+        self.tokenizer, self.positions, self.identity = server.tokenizer, server.positions, server.identity
+        self.at_once = concurrency
+        self._pool = ThreadPoolExecutor(concurrency, "ask")
+
+    def format(self, store: StoreConfig) -> Format:
+        return self.server.format(store)
+
+    def head(self, width: int) -> DenseTarget:
+        return self.server.head(width)
+
+    def begin(self, form: Format, examples: Sequence[Example]) -> Callable[[], Signal]:
+        asked = self.ask(form, examples)
+
+        def wait() -> Signal:
+            parts = asked()
+            return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+        return wait
+
+    def ask(self, form: Format, examples: Sequence[Example], given: Given | None = None) -> Callable[[], list[Signal]]:
+        """Send some documents, each with something to predict; what is given back waits for the rows of each."""
+        groups = list(_groups(examples, self.server.request_tokens))
+        futures: list[Future[Signal]] = []
+        for group in groups:
+            some, ids = [examples[i] for i in group], None if given is None else [given[i] for i in group]
+            try:
+                futures.append(self._pool.submit(self.server.score, form, some, ids))
+            except RuntimeError as error:  # of a pool that is closed
+                raise self.server.connection.error("the run has ended") from error
+
+        def wait() -> list[Signal]:
+            found: list[Signal] = [{}] * len(examples)
+            try:
+                for group, future in zip(groups, futures, strict=True):
+                    answer, at = future.result(), 0
+                    for i in group:
+                        end = at + examples[i].supervised_tokens
+                        found[i] = {name: values[at:end] for name, values in answer.items()}
+                        at = end
+            finally:
+                for future in futures:
+                    future.cancel()
+            return found
+
+        return wait
+
+    def close(self) -> None:
+        self.server.connection.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _groups(examples: Sequence[Example], request_tokens: int) -> Iterator[list[int]]:
+    """Documents that share a request, of like lengths."""
+    group: list[int] = []
+    tokens = 0
+    for i in sorted(range(len(examples)), key=lambda i: len(examples[i].ids)):
+        if group and tokens + len(examples[i].ids) > request_tokens:
+            yield group
+            group, tokens = [], 0
+        group.append(i)
+        tokens += len(examples[i].ids)
+    if group:
+        yield group
+
+
+class RemoteShelf:
+    """Documents as a server scores them now. `read`: how the teacher reads examples; None: in the student's own tokens."""
+
+    def __init__(
+        self, origin: RemoteOrigin, form: Format, read: Callable[[Sequence[Example]], list[Example]] | None = None
+    ) -> None:
+        self.form = form
+        self.ahead = origin.at_once
+        self._origin = origin
+        self._read = read
+        self._heads: dict[tuple[torch.device, int], DenseTarget] = {}
+
+    def lacks(self, batch: Batch) -> Sequence[int]:
+        return ()
+
+    def documents(self, examples: Sequence[Example]) -> list[Scored]:
+        read = list(examples) if self._read is None else self._read(examples)
+        # A document that was left out of the batch is not to be asked about either.
+        there = [
+            i
+            for i, (own, e) in enumerate(zip(examples, read, strict=True))
+            if own.supervised.any() and e.supervised.any()
+        ]
+        found: list[Signal] = [no_rows(self.form)] * len(read)
+        for i, signal in zip(there, self._origin.ask(self.form, [read[i] for i in there])(), strict=True):
+            found[i] = signal
+        return [Scored(self.form, e, signal) for e, signal in zip(read, found, strict=True)]
+
+    def compute(self, examples: Sequence[Example]) -> None:
+        """Nothing is left to do: `documents` waits for the server."""
+
+    def head(self, device: torch.device, width: int) -> DenseTarget:
+        if (device, width) not in self._heads:
+            self._heads[device, width] = self._origin.head(width).to(device)
+        return self._heads[device, width]
+
+    def close(self) -> None:
+        self._origin.close()
+
+
+class StudentTopK:
+    """Asks how likely those tokens are to the teacher that the student likes best: reverse KL on them, and on all others as
+    one, is exact. The student is read first, so that nothing can be asked ahead of the step."""
+
+    ahead = 1
+
+    def __init__(
+        self, origin: RemoteOrigin, student: LanguageModel, form: Format, name: str, weight: float = 1.0
+    ) -> None:
+        self.name, self.weight = name, weight
+        self._origin, self._student, self._form = origin, student, form
+
+    def lacks(self, batch: Batch) -> Sequence[int]:
+        return ()
+
+    def prepare(self, batch: Batch) -> None:
+        """What the student likes is known when the steps before are done."""
+
+    @torch.no_grad()
+    def complete(self, batch: Batch, prepared: TopKTarget | None) -> TopKTarget:
+        if prepared is not None:
+            return prepared
+        ids, form = self._likes(batch), self._form
+        counts = [example.supervised_tokens for example in batch.examples]
+        there = [i for i, count in enumerate(counts) if count]
+        given = np.split(ids, np.cumsum(counts)[:-1])
+        answers = self._origin.ask(form, [batch.examples[i] for i in there], [given[i] for i in there])()
+        logprobs, tail = (np.concatenate([answer[name] for answer in answers]) for name in ("logprobs", "tail"))
+        target = TopKTarget(
+            torch.from_numpy(ids).long(), torch.from_numpy(logprobs), torch.from_numpy(tail), form.vocabulary
+        )
+        return target.to(batch.input_ids.device)
+
+    def _likes(self, batch: Batch) -> npt.NDArray[np.int32]:
+        model = self._student.model
+        training = model.training
+        model.eval()
+        try:
+            hidden = self._student.hidden(batch, batch.rows.student)
+        finally:
+            model.train(training)
+        target = self._student.at_rows(hidden, self._form.vocabulary)
+        top = Format("top_k", self._form.vocabulary, k=self._form.k)
+        ids: npt.NDArray[np.int32] = signal_of(top, target, batch.rows.labels, None)["ids"]
+        return ids
+
+    def targets(self, batch: Batch, prepared: TopKTarget | None) -> TopKTarget:
+        return self.complete(batch, prepared)
+
+    def close(self) -> None:
+        self._origin.close()
+
+
+def open_remote(
+    config: TeacherConfig,
+    origin: RemoteOrigin,
+    student: LanguageModel,
+    data: DataConfig,
+    loss: LossConfig,
+    where: str,
+    *,
+    other: bool,
+) -> CachedTeacher | AlignedCached | StudentTopK:
+    """`other`: its tokenizer is not the student's, or it reads a prompt of its own."""
+    kind, key = config.remote.kind, f"{where}.remote.kind"
+    if other:
+        return _open_aligned(config, origin, student, data, loss, where)
+    width = same_tokenizer(student.tokenizer, origin.tokenizer, where)
+    check_rows("student", student, width, where)
+    if origin.positions is not None and data.max_length > origin.positions:
+        raise PotstillError(
+            f"data.max_length is {data.max_length} and the teacher at {config.server} reads {origin.positions} tokens: set "
+            f"data.max_length to {origin.positions} or less"
+        )
+    temperature = fixed_value(loss.temperature)
+    if kind in ("top_k", "student_top_k") and temperature is None:
+        raise PotstillError(
+            f"{key} is {kind}, which is asked for at one temperature, and loss.temperature moves over the run: use kind hidden"
+        )
+    if kind == "student_top_k" and loss.by_draws:
+        raise PotstillError(
+            f"{key} is student_top_k, and loss.divergence sampled_reverse_kl asks about drawn tokens: use chosen"
+        )
+    if kind == "student_top_k":
+        return StudentTopK(
+            origin,
+            student,
+            _student_form(config, origin, width, temperature or 1.0, key),
+            config.name,
+            config.weight,
+        )
+    if kind == "chosen" and not loss.by_draws:
+        raise PotstillError(f"{key} is chosen, and the loss needs a distribution: use top_k or hidden")
+    form = _form(config, origin, width, temperature or 1.0)
+    temperature = check_loss(form, loss, key)
+    return CachedTeacher(
+        RemoteShelf(origin, form),
+        width,
+        config.name,
+        config.weight,
+        temperature=temperature,
+        chosen_only=loss.by_draws,
+    )
+
+
+def _form(config: TeacherConfig, origin: RemoteOrigin, width: int | None, temperature: float) -> Format:
+    """What the server is asked for, over the ids that the student has too."""
+    remote = config.remote
+    settings: dict[str, Any] = {"kind": remote.kind}
+    if remote.kind == "top_k":
+        settings |= {"k": min(remote.k, width or origin.server.vocabulary), "temperatures": [temperature]}
+    form = origin.format(StoreConfig.model_validate(settings))
+    return form if width is None or form.vocabulary == width else _narrowed(form, origin, width, config)
+
+
+def _narrowed(form: Format, origin: RemoteOrigin, width: int, config: TeacherConfig) -> Format:
+    if not origin.server.whole and form.kind != "hidden":
+        raise PotstillError(
+            f"the probabilities of {config.server} are over {form.vocabulary} ids and the student's tokenizer has {width}: "
+            "take the teacher's tokenizer for the student (student.tokenizer)"
+        )
+    return replace(form, vocabulary=width)
+
+
+def _student_form(config: TeacherConfig, origin: RemoteOrigin, width: int, temperature: float, key: str) -> Format:
+    if not origin.server.whole:
+        raise PotstillError(f"{key}: only `potstill serve` can be asked about given tokens: use top_k")
+    return Format("given", width, k=min(config.remote.k, width), temperatures=(temperature,))
+
+
+def _open_aligned(
+    config: TeacherConfig, origin: RemoteOrigin, student: LanguageModel, data: DataConfig, loss: LossConfig, where: str
+) -> AlignedCached:
+    if config.remote.kind == "student_top_k":
+        raise PotstillError(
+            f"{where}.remote.kind: student_top_k asks about the student's tokens, and the teacher has others, or a prompt of "
+            "its own: use top_k or hidden"
+        )
+    if config.remote.kind == "chosen" and config.across.method != "chunk":
+        raise PotstillError(
+            f"{where}.remote.kind is chosen, which tells how likely the text is and no more: learn from it with across.method: "
+            "chunk, or use top_k or hidden"
+        )
+    if config.remote.kind == "top_k" and fixed_value(loss.temperature) != 1.0:
+        raise PotstillError(
+            f"{where}: the teacher has another tokenizer, or a prompt of its own, and loss.temperature is not 1, where its "
+            "tokens' likelihoods are: use remote.kind: hidden, which serves any temperature"
+        )
+    form = _form(config, origin, None, 1.0)
+    temperature = check_across(config.across, loss, f"{where}.remote", form)
+    reread = Rereader(origin.tokenizer, origin.positions, chat_kwargs(data), config.prompt)
+    pairing = Pairing(student.tokenizer, origin.tokenizer, config.across)
+    return AlignedCached(
+        RemoteShelf(origin, form, reread), pairing, config.name, config.weight, temperature=temperature
+    )

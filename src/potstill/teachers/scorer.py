@@ -1,0 +1,199 @@
+"""The part of `potstill serve` that runs the model: one thread takes what waits and forwards documents of like lengths."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from potstill.config import StoreConfig
+from potstill.models import LanguageModel
+from potstill.teachers.codec import Format, Signal
+from potstill.teachers.origin import format_of, signal_of_examples
+from potstill.teachers.wire import Question
+from potstill.types import Example, PotstillError
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of documents a forward pass, in the metrics
+MOST_WAITING = 1024  # questions
+
+
+class Busy(Exception):
+    """More waits than can be answered in time."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A question under way. `answer` is called once, on the scorer's thread, with the signal or an error."""
+
+    question: Question
+    answer: Callable[[Signal | Exception], None]
+    abandoned: bool = False  # nobody waits for it any more
+    parts: dict[int, dict[str, npt.NDArray[Any]]] = field(default_factory=dict)  # of its documents that are done
+    failed: bool = False
+    done: bool = False
+
+    def put(self, number: int, part: dict[str, npt.NDArray[Any]]) -> None:
+        self.parts[number] = part
+        if len(self.parts) == len(self.question.examples) and not self.failed:
+            self.done = True
+            parts = [self.parts[i] for i in range(len(self.parts))]
+            self.answer({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+    def fail(self, error: Exception) -> None:
+        if not (self.failed or self.done):
+            self.failed = True
+            self.answer(error)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One document of a job."""
+
+    job: Job
+    number: int
+
+    @property
+    def example(self) -> Example:
+        return self.job.question.examples[self.number]
+
+
+class Scorer:
+    """Answers questions in the order they came, as many at once as fit `batch_tokens`."""
+
+    def __init__(self, teacher: LanguageModel, batch_tokens: int) -> None:
+        self.teacher = teacher
+        self.batch_tokens = batch_tokens
+        self.counts: Counter[str] = Counter()  # documents, tokens, padding, passes, and documents a pass by bucket
+        self.seconds = 0.0  # of forward passes
+        self._waiting: deque[Job] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="scorer", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, job: Job) -> None:
+        with self._wake:
+            if len(self._waiting) >= MOST_WAITING:
+                raise Busy(f"{MOST_WAITING} requests wait already")
+            self._waiting.append(job)
+            self._wake.notify()
+
+    def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while jobs := self._taken():
+            try:
+                self._answer_all(jobs)
+            except Exception as error:  # this thread must outlive whatever it is asked
+                for job in jobs:
+                    job.fail(error)
+
+    def _answer_all(self, jobs: Sequence[Job]) -> None:
+        forms: dict[Format, list[Task]] = {}
+        for job in jobs:
+            tasks = forms.setdefault(job.question.form, [])
+            tasks += [Task(job, number) for number in range(len(job.question.examples))]
+        for form, tasks in forms.items():
+            for batch in self._batches(tasks):
+                self._answer(form, [task for task in batch if not (task.job.failed or task.job.abandoned)])
+
+    def _taken(self) -> list[Job]:
+        """What waits, up to the budget; nothing: it is time to end."""
+        with self._wake:
+            while not self._waiting and not self._closing:
+                self._wake.wait()
+            jobs: list[Job] = []
+            tokens = 0
+            while self._waiting and (not jobs or tokens + self._waiting[0].question.tokens <= self.batch_tokens):
+                job = self._waiting.popleft()
+                if not job.abandoned:
+                    jobs.append(job)
+                    tokens += job.question.tokens
+            return jobs if jobs or self._closing else self._taken()
+
+    def _batches(self, tasks: list[Task]) -> Iterator[list[Task]]:
+        """Of like lengths, each within the budget when padded to its longest."""
+        batch: list[Task] = []
+        for task in sorted(tasks, key=lambda task: len(task.example.ids)):
+            longest = len(task.example.ids)
+            padded = (len(batch) + 1) * longest
+            held = sum(len(one.example.ids) for one in batch) + longest
+            # More than a quarter of padding is worth a pass of its own, where that is not a tiny one.
+            if batch and (padded > self.batch_tokens or (padded > 1.25 * held and held > self.batch_tokens // 8)):
+                yield batch
+                batch = []
+            batch.append(task)
+        if batch:
+            yield batch
+
+    def _answer(self, form: Format, tasks: Sequence[Task]) -> None:
+        if not tasks:
+            return
+        examples = [task.example for task in tasks]
+        given = None
+        if form.kind == "given":
+            given = [task.job.question.given[task.number] for task in tasks if task.job.question.given is not None]
+        begin = time.perf_counter()
+        try:
+            found = signal_of_examples(self.teacher, form, examples, given)
+        except Exception as error:  # of the model's code, which may raise anything: those who asked are told
+            if len({id(task.job) for task in tasks}) > 1:  # the others need not suffer from one of them
+                for task in tasks:
+                    self._answer(form, [task])
+                return
+            tasks[0].job.fail(error)
+            return
+        self._count(examples, time.perf_counter() - begin)
+        at = 0
+        for task in tasks:
+            end = at + task.example.supervised_tokens
+            task.job.put(task.number, {name: values[at:end] for name, values in found.items()})
+            at = end
+
+    def _count(self, examples: Sequence[Example], seconds: float) -> None:
+        tokens = sum(len(example.ids) for example in examples)
+        self.counts["documents"] += len(examples)
+        self.counts["tokens"] += tokens
+        self.counts["padding"] += len(examples) * max(len(example.ids) for example in examples) - tokens
+        self.counts["passes"] += 1
+        self.counts[f"at most {next((b for b in BUCKETS if len(examples) <= b), '+Inf')}"] += 1
+        self.seconds += seconds
+
+
+def check_question(question: Question, teacher: LanguageModel, most_tokens: int | None) -> None:
+    """PotstillError: the model cannot answer it."""
+    form = question.form
+    module = teacher.model.get_output_embeddings()
+    rows = min(module.weight.shape[0], teacher.model.get_input_embeddings().weight.shape[0])
+    if not 0 < form.vocabulary <= rows:
+        raise PotstillError(f"probabilities over {form.vocabulary} ids were asked for, and the model has {rows}")
+    if max(form.k, 1) > form.vocabulary or (form.rest and form.k == form.vocabulary):
+        raise PotstillError(f"k is {form.k} and there are {form.vocabulary} ids")
+    if form.kind == "hidden":
+        own = format_of(StoreConfig(kind="hidden"), teacher)
+        if (form.width, form.dtype) != (own.width, own.dtype):
+            raise PotstillError(
+                f"hidden states of width {form.width} in {form.dtype} were asked for, and the model's are of width "
+                f"{own.width} in {own.dtype}"
+            )
+    longest = max(len(example.ids) for example in question.examples)
+    if most_tokens is not None and longest > most_tokens:
+        raise PotstillError(f"a document has {longest} tokens, and this server scores up to {most_tokens}")

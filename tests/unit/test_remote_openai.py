@@ -1,0 +1,255 @@
+"""Teachers behind OpenAI-compatible servers: those that can be believed give the top k that the model has, and the others are
+refused with what they did. The servers are real HTTP servers over a real model, on a thread of this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from taught import answers, batches_of, data_of, step, targets_of, write_files
+from threaded import Altered, Completions, Threaded
+from tiny import CPU, LLAMA, tiny
+from tiny_models import TOKENIZER, make_model
+
+import potstill
+from potstill.config import DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
+from potstill.losses import TopKTarget
+from potstill.models import LanguageModel, load_student, load_teacher
+from potstill.teachers import connection
+from potstill.teachers.build import build
+from potstill.teachers.live import LiveTeacher
+from potstill.teachers.remote import open_server
+from potstill.teachers.several import open_teachers
+from potstill.teachers.store import Cache
+from potstill.types import PotstillError
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_teacher: Path) -> LanguageModel:
+    return load_teacher(TeacherConfig(model=str(tiny_teacher)), CPU, "teachers[0]")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    return data_of(write_files(tmp_path_factory.mktemp("data")), "text")
+
+
+@pytest.fixture(scope="module")
+def student() -> LanguageModel:
+    return tiny(0, max_position_embeddings=128)
+
+
+def config_of(server: Threaded, kind: str = "top_k", k: int = 16, **keys: Any) -> TeacherConfig:
+    remote = {"patience": 20.0} | ({} if "cache" in keys else {"kind": kind, "k": k})
+    return TeacherConfig.model_validate({"server": server.address, "tokenizer": TOKENIZER, "remote": remote, **keys})
+
+
+def opened(server: Threaded, student: LanguageModel, data: DataConfig, loss: Any = None, **keys: Any):
+    (found,) = open_teachers([config_of(server, **keys)], student, data, loss or LossConfig(), CPU).teachers
+    return found
+
+
+@pytest.mark.parametrize("way", ["vllm", "echo"])
+@pytest.mark.parametrize("suffix", ["", "/v1", "/v1/"])
+def test_the_top_k_is_the_models(teacher, student, data, way, suffix):
+    batches = batches_of(data, student)[:2]
+    with Threaded(Completions(teacher, "tiny", way).application) as server:
+        server.address += suffix
+        found = opened(server, student, data)
+        live = LiveTeacher(teacher, 2048, "tiny")
+        for batch, target in zip(batches, targets_of(found, batches), strict=True):
+            dense = live.targets(batch)
+            z = (dense.hidden @ dense.weight.T).double().log_softmax(-1)
+            logprobs, ids = z.topk(16, -1)
+            tail = z.scatter(-1, ids, -torch.inf).logsumexp(-1)
+            assert isinstance(target, TopKTarget)
+            assert torch.allclose(target.logprobs.double(), logprobs, atol=2e-5)
+            assert (target.ids == ids).double().mean() > 0.999
+            assert torch.allclose(target.tail.double(), tail, atol=1e-3)
+        loss, _ = step(student, batches, targets_of(found, batches))
+        expected, _ = step(student, batches, [exact(live.targets(batch)) for batch in batches])
+        assert loss == pytest.approx(expected, rel=1e-4)
+        found.close()
+
+
+def exact(dense: Any, k: int = 16) -> TopKTarget:
+    z = (dense.hidden @ dense.weight.T).double().log_softmax(-1)
+    logprobs, ids = z.topk(k, -1)
+    tail = z.scatter(-1, ids, -torch.inf).logsumexp(-1)
+    return TopKTarget(ids, logprobs.float(), tail.float(), width=2048)
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("shifted", "are shifted by one: what it gives for a token is that of the one after it"),
+        ("ignoring", "it ignores the request for log-probabilities of the prompt"),
+        (
+            "hot",
+            r"are not what it gives when it goes on from the beginnings of that prompt \(they differ by \d\.\d\d nats",
+        ),
+    ],
+)
+def test_a_server_that_cannot_be_believed(teacher, student, data, way, words):
+    with Threaded(Completions(teacher, "tiny", way).application) as server:
+        with pytest.raises(PotstillError, match=words) as error:
+            opened(server, student, data)
+        assert str(error.value).startswith(
+            f"teachers[0]: the server at {server.address}: its" if way != "ignoring" else ""
+        )
+
+
+def test_tokens_named_by_their_text(teacher, student, data):
+    """A thousand and more of the tokenizer's ids stand for parts of characters, which have no text of their own."""
+    other = load_student(
+        StudentConfig(config={**LLAMA, "max_position_embeddings": 512}, tokenizer="shipped:tokenizers/pieces-1k"),
+        CPU,
+        0,
+    )
+    batches = batches_of(data, other)[:2]
+    with Threaded(Completions(teacher, "tiny", "text").application) as server:
+        found = opened(server, other, data, kind="chosen", across={"method": "chunk"})
+        live = TeacherConfig.model_validate({"model": teacher.model.name_or_path, "across": {"method": "chunk"}})
+        (expected,) = open_teachers([live], other, data, LossConfig(), CPU).teachers
+        ours, theirs = (step(other, batches, answers(one, batches))[0] for one in (found, expected))
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        found.close()
+        same = opened(server, student, data)
+        with pytest.raises(PotstillError, match=r"is not the text of one id alone: only remote\.kind: chosen"):
+            for batch in batches_of(data, student):
+                same.prepare(batch)
+        same.close()
+
+
+def test_more_than_the_server_gives_is_refused_in_its_words(teacher, student, data):
+    with (
+        Threaded(Completions(teacher, "tiny", most=20).application) as server,
+        pytest.raises(
+            PotstillError, match=r"refused \(400\): Requested logprobs of 64, .* greater than max allowed: 20"
+        ),
+    ):
+        opened(server, student, data, k=64)
+
+
+def test_another_tokenizer_than_ours_is_noticed(teacher, student, data):
+    made = Completions(teacher, "tiny")
+    made.tokenize = lambda text: [5, 6, 7, *teacher.tokenizer(text).input_ids]
+    with Threaded(made.application) as server:
+        with pytest.raises(PotstillError, match=r"it has another tokenizer than .*: it makes \[5, 6, 7, "):
+            opened(server, student, data)
+        made.tokenize = lambda text: teacher.tokenizer(text).input_ids
+        opened(server, student, data).close()
+
+
+def test_without_a_name_and_without_a_tokenizer(teacher, student, data):
+    with Threaded(Completions(teacher, "tiny").application) as server:
+        with pytest.raises(
+            PotstillError, match=r"does not hand its tokenizer out: name it with teachers\[0\]\.tokenizer"
+        ):
+            opened(server, student, data, tokenizer=None)
+        with pytest.raises(PotstillError, match="name_on_server: large, and it has tiny"):
+            opened(server, student, data, name_on_server="large")
+        opened(server, student, data, name_on_server="tiny").close()
+    with Threaded(Completions(teacher, teacher.model.name_or_path).application) as server:
+        opened(server, student, data, tokenizer=None).close()  # its name is where it lies
+
+
+@pytest.mark.parametrize(
+    ("keys", "loss", "words"),
+    [
+        ({}, {"temperature": 2.0}, "at temperature 1 only: set loss.temperature to 1"),
+        ({"kind": "hidden"}, {}, "only `potstill serve` gives kind hidden"),
+        ({"kind": "student_top_k"}, {}, "only `potstill serve` can be asked about given tokens"),
+        ({"cache": "c", "store": {"kind": "top_k", "k": 8, "rest": 4}}, {}, "gives draws from the rest"),
+    ],
+)
+def test_what_only_potstill_serve_gives(teacher, student, data, tmp_path, monkeypatch, keys, loss, words):
+    monkeypatch.chdir(tmp_path)
+    with Threaded(Completions(teacher, "tiny").application) as server, pytest.raises(PotstillError, match=words):
+        opened(server, student, data, LossConfig(**loss), **keys)
+
+
+def test_no_server_of_any_kind_that_is_known(student, data):
+    from starlette.applications import Starlette
+
+    with (
+        Threaded(Starlette()) as server,
+        pytest.raises(PotstillError, match="it has no /version and no /v1/models"),
+    ):
+        opened(server, student, data)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda body, h: (body.replace(b'"logprob":-', b'"logprob":NaN,"x":-', 1), h),
+            "no numbers|not understood|wrong",
+        ),
+        (lambda body, h: (body.replace(b'"logprob":-', b'"logprob":'), h), "above 0|wrong"),
+        (lambda body, h: (b'{"choices": []}', h), "not understood"),
+        (lambda body, h: (b"<html>", h), "not understood"),
+    ],
+)
+def test_a_server_that_lies_later(teacher, student, data, change, words):
+    lying: list[bool] = []
+    application = Altered(
+        Completions(teacher, "tiny").application, "/v1/completions", lambda b, h: change(b, h) if lying else (b, h)
+    )
+    with Threaded(application) as server:
+        found = opened(server, student, data)
+        lying.append(True)
+        with pytest.raises(PotstillError, match=words):
+            for batch in batches_of(data, student):
+                found.prepare(batch)
+        found.close()
+
+
+def test_after_it_was_away_it_is_probed_again(teacher, student, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(connection, "FIRST_PAUSE", 0.02)
+    made = Completions(teacher, "tiny")
+    batches = batches_of(data, student)
+    other = load_teacher(TeacherConfig(model=str(make_model(tmp_path / "other", seed=8))), CPU, "t")
+    with Threaded(made.application) as server:
+        found = opened(server, student, data, remote={"kind": "top_k", "k": 16, "concurrency": 1})
+        before = found.prepare(batches[0])
+        asked, made.failing = len(made.asked), 2
+        again = found.prepare(batches[0])
+        assert torch.equal(again.logprobs, before.logprobs)
+        assert len(made.asked) == asked + len(batches[0].examples) + 2 + 5  # two failed, and the probe
+        made.model, made.failing = other, 1
+        with pytest.raises(PotstillError, match="it now serves another model than when the run began"):
+            found.prepare(batches[0])
+        found.close()
+
+
+def test_a_cache_from_such_a_server(teacher, data, tmp_path):
+    with Threaded(Completions(teacher, "tiny").application) as server:
+        config = TeacherConfig.model_validate(
+            {"server": server.address, "tokenizer": TOKENIZER, "cache": str(tmp_path / "c"), "store": {"k": 16}}
+        )
+        built = build(open_server(config, "t"), StoreConfig(k=16), data, tmp_path / "c")
+    build(teacher, StoreConfig(k=16), data, tmp_path / "live", name="tiny")
+    ours, theirs = Cache(tmp_path / "c"), Cache(tmp_path / "live")
+    assert built.documents == len(ours) == len(theirs) > 10
+    assert ours.manifest["teacher"] == {"model": "tiny", "revision": None, "weights": "served tiny", "dtype": "unknown"}
+    same = [
+        np.array_equal(ours.document(i).streams["ids"], theirs.document(i).streams["ids"]) for i in range(len(ours))
+    ]
+    assert np.mean(same) > 0.8  # two equal logits may change places
+
+
+def test_a_run_from_such_a_server(teacher, data, tmp_path):
+    with Threaded(Completions(teacher, "tiny").application) as server:
+        recipe = {
+            "run": str(tmp_path / "run"),
+            "student": {"tokenizer": TOKENIZER, "config": {**LLAMA, "max_position_embeddings": 128}},
+            "teachers": [config_of(server).model_dump()],
+            "data": data.model_dump(),
+            "train": {"steps": 3, "batch_size": 4, "micro_batch_size": 2},
+            "log": {"tensorboard": False},
+        }
+        assert potstill.train(recipe).step == 3

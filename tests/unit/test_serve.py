@@ -1,0 +1,582 @@
+"""`potstill serve` from outside: what it answers and refuses; and servers that lie, fail or change: the client notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from served import Served
+from starlette.responses import JSONResponse
+from taught import batches_of, data_of, write_files
+from threaded import Altered, Threaded
+from tiny import CPU, examples, tiny
+from tiny_models import make_model
+
+import potstill
+from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
+from potstill.models import LanguageModel, load_teacher
+from potstill.teachers import connection
+from potstill.teachers.codec import Format
+from potstill.teachers.origin import format_of, identity_of_model, signal_of_examples
+from potstill.teachers.remote import open_server
+from potstill.teachers.scorer import Scorer
+from potstill.teachers.server import ServeOptions, Service, application
+from potstill.teachers.several import open_teachers
+from potstill.teachers.wire import Question, check_signal, read_answer, read_question, write_question
+from potstill.types import PotstillError
+
+TOP = Format("top_k", 2048, k=8, temperatures=(1.0, 2.0))
+TOKEN = {"POTSTILL_TEST_TOKEN": "open-sesame"}
+AUTH = {"authorization": "Bearer open-sesame"}
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_teacher: Path) -> LanguageModel:
+    return load_teacher(TeacherConfig(model=str(tiny_teacher)), CPU, "teachers[0]")
+
+
+@pytest.fixture(scope="module")
+def served(tiny_teacher: Path):
+    options = ["--token-env", "POTSTILL_TEST_TOKEN", "--max-body-mb", 0.05, "--max-tokens", 100]
+    with Served(tiny_teacher, *options, env=TOKEN) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    return data_of(write_files(tmp_path_factory.mktemp("data")), "text")
+
+
+@pytest.fixture(scope="module")
+def student() -> LanguageModel:
+    return tiny(0, max_position_embeddings=128)
+
+
+def metrics(address: str, **headers: Any) -> dict[str, float]:
+    text = httpx.get(f"{address}/metrics", **headers).text
+    assert all(re.match(r"# (HELP|TYPE) |potstill_\w+(\{[^}]*\})? [0-9.e+-]+$", line) for line in text.splitlines())
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line[0] != "#"}
+
+
+# The process
+
+
+def test_health_version_and_token(served, teacher):
+    assert httpx.get(f"{served.address}/health").json() == {"status": "ok"}
+    for path in ("/version", "/metrics", "/head", "/tokenizer"):
+        refused = httpx.get(served.address + path)
+        assert refused.status_code == 401 and "bearer token" in refused.json()["error"]
+        assert httpx.get(served.address + path, headers={"authorization": "Bearer open-sesamf"}).status_code == 401
+    version = httpx.get(f"{served.address}/version", headers=AUTH).json()
+    identity = identity_of_model(teacher, "x")
+    assert version["weights"] == identity.weights and version["tokenizer"] == identity.tokenizer
+    assert (version["vocabulary"], version["width"], version["positions"]) == (2048, 32, 100)
+    assert version["dtype"] == "float32" and version["potstill"] == potstill.__version__
+    assert re.match(rf"ready: {served.address} serves .*weights {identity.weights[:12]}", served.said[0])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        TOP,
+        Format("top_k", 1000, k=1000),
+        Format("top_k", 2048, k=4, rest=6, seed=3),
+        Format("sampled", 2048, draws=9, seed=1),
+        Format("chosen", 2048),
+        Format("hidden", 2048, width=32),
+        Format("given", 2048, k=5, temperatures=(0.5,)),
+    ],
+    ids=lambda form: f"{form.kind}-{form.k}",
+)
+def test_it_answers_what_the_model_says(served, teacher, form):
+    some = examples([9, 30, 4, 17], vocabulary=min(form.vocabulary, 900))
+    wanted = None
+    if form.kind == "given":
+        generator = np.random.default_rng(0)
+        wanted = [generator.permuted(np.tile(np.arange(2048), (e.supervised_tokens, 1)), axis=1)[:, :5] for e in some]
+        wanted = [ids.astype(np.int32) for ids in wanted]
+    body = write_question(Question(form, some, wanted))
+    answer = httpx.post(f"{served.address}/score", content=body, headers=AUTH)
+    assert answer.status_code == 200, answer.text
+    found = read_answer(answer.content, form, sum(e.supervised_tokens for e in some))
+    for i, name in [(0, "x-potstill-weights"), (1, "x-potstill-tokenizer")]:
+        identity = identity_of_model(teacher, "x")
+        assert answer.headers[name] == (identity.weights, identity.tokenizer)[i]
+    expected = signal_of_examples(teacher, form, some, wanted)
+    for name, values in expected.items():
+        if values.dtype.kind == "i" and form.kind != "top_k":
+            assert (found[name] == values).mean() > 0.95  # a draw may fall to a neighbour by rounding
+        else:
+            assert np.allclose(found[name], values, atol=2e-5), name
+
+
+def test_what_it_refuses(served):
+    def post(body: bytes, **headers: str) -> tuple[int, str]:
+        answer = httpx.post(f"{served.address}/score", content=body, headers={**AUTH, **headers})
+        return answer.status_code, answer.json()["error"]
+
+    def asked(form: Format = TOP, lengths: tuple[int, ...] = (9, 12), **arrays: Any) -> bytes:
+        body = write_question(Question(form, examples(lengths)))
+        if not arrays:
+            return body
+        about = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
+        arrays = {name.rstrip("_"): values for name, values in arrays.items()}
+        return safetensors.numpy.save({**safetensors.numpy.load(body), **arrays}, metadata=about)
+
+    assert post(b"") == (400, post(b"")[1]) and "no safetensors body" in post(b"")[1]
+    code, words = post(b"x" * 60_000)
+    assert code == 413 and "larger than 0.05 MB" in words
+    assert httpx.post(f"{served.address}/score", content=iter([b"x" * 60_000]), headers=AUTH).status_code == 413
+    assert post(asked(lengths=(101,))) == (400, "a document has 101 tokens, and this server scores up to 100")
+    assert (
+        post(asked(Format("top_k", 4096, k=4)))[1]
+        == "probabilities over 4096 ids were asked for, and the model has 2048"
+    )
+    assert post(asked(Format("top_k", 2048, k=3000)))[0] == 400
+    assert "there is no kind 'nonsense'" in post(asked(Format("nonsense", 2048)))[1]
+    assert "hidden states of width 7" in post(asked(Format("hidden", 2048, width=7)))[1]
+    assert "ids must be from 0 to 2047; there is -1" in post(asked(ids=np.full(21, -1, np.int32)))[1]
+    assert "int32" in post(asked(ids=np.zeros(21, np.int64)))[1]
+    assert "lengths must sum" in post(asked(lengths_=np.array([9, 13], np.int32)))[1]
+    assert "its first one cannot be" in post(asked(predicted=np.ones(21, np.uint8)))[1]
+    for odd in (
+        {"dtype": ["float32"]},
+        {"draws": 4},
+        {"rest": -1},
+        {"rest": 10**6},
+        {"k": 0},
+        {"k": True},
+        {"more": 1},
+    ):
+        body = asked()
+        about = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
+        about["format"] = json.dumps({**json.loads(about["format"]), **odd})
+        code, words = post(safetensors.numpy.save(safetensors.numpy.load(body), metadata=about))
+        assert code == 400 and "format" in words, odd
+    assert "given must be int32" in post(asked(Format("given", 2048, k=3)))[1]
+    assert httpx.get(f"{served.address}/score", headers=AUTH).status_code == 405
+    counted = metrics(served.address, headers=AUTH)
+    assert counted['potstill_requests_total{code="413"}'] >= 2 and counted['potstill_requests_total{code="400"}'] >= 9
+
+
+def test_concurrent_requests_share_forward_passes(served):
+    """While the model is at work, what comes in waits, and is then taken together."""
+    before = metrics(served.address, headers=AUTH)
+    bodies = [write_question(Question(TOP, examples([40 + i % 3] * 4, seed=i))) for i in range(48)]
+    limits = httpx.Limits(max_connections=16)
+    with httpx.Client(limits=limits, headers=AUTH, timeout=60) as client, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda body: client.post(f"{served.address}/score", content=body), bodies))
+    assert {answer.status_code for answer in answers} == {200}
+    after = metrics(served.address, headers=AUTH)
+    passes, documents = (
+        after[f"potstill_batch_documents_{n}"] - before[f"potstill_batch_documents_{n}"] for n in ("count", "sum")
+    )
+    assert documents == 192 and documents / passes > 4.5  # more than the documents of one request
+    assert after["potstill_tokens_total"] - before["potstill_tokens_total"] == sum((40 + i % 3) * 4 for i in range(48))
+    assert after["potstill_waiting_requests"] == 0
+    padding = after["potstill_padding_tokens_total"] - before["potstill_padding_tokens_total"]
+    assert padding < 0.25 * (after["potstill_tokens_total"] - before["potstill_tokens_total"])
+
+
+def test_sigterm_ends_it_after_what_is_under_way(tiny_teacher):
+    server = Served(tiny_teacher, "--batch-tokens", 256)
+    body = write_question(Question(Format("top_k", 2048, k=512), examples([120] * 100)))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, f"{server.address}/score", content=body, timeout=60)
+        while not metrics(server.address)["potstill_batch_documents_count"]:
+            time.sleep(0.005)
+        assert server.end() == 0
+        assert answer.result().status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.address}/health")
+
+
+def test_an_empty_token_is_refused(tiny_teacher):
+    from potstill.teachers.server import serve
+
+    options = ServeOptions("127.0.0.1", 0, "NO_SUCH_VARIABLE", 1.0, None, None)
+    with pytest.raises(PotstillError, match="NO_SUCH_VARIABLE: there is no such environment variable"):
+        serve(str(tiny_teacher), options, dtype="auto", device_name="cpu", revision=None, trust_remote_code=False)
+
+
+def test_without_the_extra_it_is_named(tiny_teacher, monkeypatch):
+    import sys
+
+    from potstill.teachers.server import serve
+
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    options = ServeOptions("127.0.0.1", 0, None, 1.0, None, None)
+    with pytest.raises(PotstillError, match=r"pip install 'potstill\[serve\]'"):
+        serve(str(tiny_teacher), options, dtype="auto", device_name="cpu", revision=None, trust_remote_code=False)
+
+
+def test_a_port_that_is_taken(served, tiny_teacher):
+    from potstill.teachers.server import serve
+
+    options = ServeOptions("127.0.0.1", served.port, None, 1.0, None, None)
+    with pytest.raises(PotstillError, match=f"cannot listen on 127.0.0.1:{served.port} "):
+        serve(str(tiny_teacher), options, dtype="auto", device_name="cpu", revision=None, trust_remote_code=False)
+
+
+def test_the_token_of_a_recipe(served, student, data, monkeypatch):
+    monkeypatch.setenv("RIGHT", "open-sesame")
+    monkeypatch.setenv("WRONG", "open")
+    data = data.model_copy(update={"max_length": 96})
+    config = TeacherConfig.model_validate({"server": served.address, "remote": {"token": "WRONG"}})
+    with pytest.raises(PotstillError, match=r"GET /version is refused \(401\): this server wants a bearer token"):
+        open_teachers([config], student, data, LossConfig(), CPU)
+    config = TeacherConfig.model_validate({"server": served.address, "remote": {"token": "RIGHT"}})
+    (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+    assert found.prepare(batches_of(data, student)[0]) is not None
+    found.close()
+
+
+def test_requests_larger_than_the_server_takes_are_split(served, teacher, monkeypatch):
+    monkeypatch.setenv("RIGHT", "open-sesame")
+    origin = open_server(TeacherConfig.model_validate({"server": served.address, "remote": {"token": "RIGHT"}}), "t")
+    some = examples([90] * 40)
+    form = Format("given", 2048, k=64)
+    wanted = [np.tile(np.arange(64, dtype=np.int32), (e.supervised_tokens, 1)) for e in some]
+    found = origin.ask(form, some, wanted)()
+    expected = signal_of_examples(teacher, form, some, wanted)
+    assert np.allclose(np.concatenate([part["logprobs"] for part in found]), expected["logprobs"], atol=2e-5)
+    origin.close()
+
+
+# The wire
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=64), st.integers(0, 400), st.integers(0, 255))
+def test_no_body_breaks_the_reader(junk: bytes, at: int, value: int) -> None:
+    """Whatever comes is a question or a ValueError: nothing else reaches the handler."""
+    body = bytearray(write_question(Question(TOP, examples([9, 12]))))
+    for wrong in (junk, struct.pack("<Q", len(junk)) + junk, bytes(body[: at % len(body)])):
+        with pytest.raises(ValueError):
+            read_question(wrong)
+    body[at % len(body)] = value
+    with suppress(ValueError):
+        assert isinstance(read_question(bytes(body)), Question)
+
+
+def test_a_question_comes_through_whole() -> None:
+    some = examples([9, 12, 30])
+    wanted = [np.full((e.supervised_tokens, 3), 7, np.int32) for e in some]
+    form = Format("given", 2048, k=3, temperatures=(1.5,))
+    again = read_question(write_question(Question(form, some, wanted)))
+    assert again.form == form and [e.key for e in again.examples] == [e.key for e in some]
+    for a, b in zip(again.examples, some, strict=True):
+        assert np.array_equal(a.ids, b.ids) and np.array_equal(a.supervised, b.supervised)
+    assert again.given is not None and all(np.array_equal(a, b) for a, b in zip(again.given, wanted, strict=True))
+
+
+# Servers that lie, fail or change
+
+
+@pytest.fixture
+def honest(teacher):
+    """The application of a server, on a thread of this process."""
+    scorer = Scorer(teacher, 1024)
+    yield application(
+        Service(scorer, identity_of_model(teacher, "tiny"), None, ServeOptions("", 0, None, 8.0, None, None))
+    )
+    scorer.close()
+
+
+def changed(**arrays: Any):
+    """Answers with some arrays put through functions."""
+
+    def change(body: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:
+        found = safetensors.numpy.load(body)
+        for name, make in arrays.items():
+            found[name] = np.ascontiguousarray(make(found[name]))
+        return safetensors.numpy.save(found), headers
+
+    return change
+
+
+def poked(value: float):
+    def make(values: Any) -> Any:
+        values = values.copy()
+        values.reshape(-1)[3] = value
+        return values
+
+    return make
+
+
+LIES = {
+    "shape": (changed(ids=lambda x: x[:-1], logprobs=lambda x: x[:-1]), r"ids is int32 \[\d+, 8\] where int32"),
+    "dtype": (changed(logprobs=lambda x: x.astype(np.float64)), "logprobs is float64"),
+    "nan": (changed(chosen=poked(float("nan"))), "chosen that are no numbers"),
+    "ids": (changed(ids=poked(5000)), "ids has id 5000 of 2048"),
+    "negative ids": (changed(ids=poked(-1)), "ids has id -1 of 2048"),
+    "twice": (changed(ids=lambda x: np.repeat(x[:, :1], 8, 1)), "an id is twice among the top k"),
+    "order": (changed(logprobs=lambda x: x[:, ::-1]), "not in order"),
+    "mass": (changed(logprobs=lambda x: x + 1.0), "above 0|sum to"),
+    "too much": (changed(logprobs=lambda x: np.minimum(x + 0.4, -0.01)), "sum to"),
+    "odds": (changed(odds=lambda x: x + 2.0), "of the rest sum to"),
+    "positive": (changed(chosen=poked(0.5)), "chosen has a log-probability of 0.5"),
+    "other arrays": (lambda body, headers: (safetensors.numpy.save({"x": np.zeros(3)}), headers), "it has x where"),
+    "no safetensors": (lambda body, headers: (b"<html>", headers), "no safetensors body"),
+    "nothing": (lambda body, headers: (b"", headers), "no safetensors body"),
+    "another model": (
+        lambda body, headers: (body, {**headers, "x-potstill-weights": "0" * 32}),
+        "now serves another model",
+    ),
+    "another tokenizer": (
+        lambda body, headers: (body, {**headers, "x-potstill-tokenizer": "0" * 32}),
+        "now serves another tokenizer",
+    ),
+    "no fingerprint": (lambda body, headers: (body, {}), "now serves another model"),
+    "refuses": (lambda *_: JSONResponse({"error": "not on Sundays"}, 403), r"refused \(403\): not on Sundays"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lying_server_is_found_out(honest, student, data, lie):
+    change, words = LIES[lie]
+    with Threaded(Altered(honest, "/score", change)) as server:
+        config = TeacherConfig.model_validate({"server": server.address, "remote": {"k": 8, "patience": 30.0}})
+        (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+        with pytest.raises(PotstillError, match=words) as error:
+            found.prepare(batches_of(data, student)[0])
+        assert str(error.value).startswith(f"teachers[0]: the server at {server.address}: ")
+        found.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        ("/version", lambda body, h: (body.replace(b'"protocol":1', b'"protocol":9'), h), "it speaks protocol 9"),
+        ("/version", lambda body, h: (body.replace(b'"width":32', b'"width":"wide"'), h), "not understood"),
+        ("/version", lambda body, h: (re.sub(rb'"tokenizer":"\w+"', b'"tokenizer":"x"', body), h), "not the one that its"),
+        ("/tokenizer", lambda body, h: (b"[]", h), "no JSON object"),
+        ("/tokenizer", lambda body, h: (b"{}", h), "cannot load the tokenizer"),
+        ("/head", lambda body, h: (safetensors.numpy.save({"weight": np.zeros((4, 4), np.float32)}), h), "its head is"),
+        ("/head", lambda body, h: (b"no", h), "head"),
+    ],
+)  # fmt: skip
+def test_a_server_that_is_not_what_it_says(honest, student, data, path, change, words):
+    with Threaded(Altered(honest, path, change)) as server:
+        config = TeacherConfig.model_validate({"server": server.address, "remote": {"kind": "hidden"}})
+        with pytest.raises(PotstillError, match=words):
+            (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+            batch = batches_of(data, student)[0]
+            found.targets(batch, found.prepare(batch))
+
+
+def test_hidden_states_that_are_not_finite(honest, student, data):
+    with Threaded(Altered(honest, "/score", changed(hidden=poked(float("inf"))))) as server:
+        config = TeacherConfig.model_validate({"server": server.address, "remote": {"kind": "hidden"}})
+        (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+        with pytest.raises(PotstillError, match="hidden states that are not finite"):
+            found.prepare(batches_of(data, student)[0])
+        found.close()
+    for bits, sound in ((0x7F80, False), (0xFFC0, False), (0x7F7F, True), (0x0000, True)):
+        form = Format("hidden", 2048, width=2, dtype="bfloat16")
+        signal = {"hidden": np.full((1, 2), bits, np.uint16)}
+        if sound:
+            check_signal(signal, form, 1)
+        else:
+            with pytest.raises(ValueError, match="not finite"):
+                check_signal(signal, form, 1)
+
+
+def test_no_step_is_taken_with_a_lie(honest, data, tmp_path):
+    """The run stops with the sentence, and the student is what it was."""
+    answered = []
+
+    def change(body: bytes, headers: dict[str, str]) -> Any:
+        answered.append(1)
+        if len(answered) <= 3:
+            return body, headers
+        return changed(logprobs=poked(float("nan")))(body, headers)
+
+    with Threaded(Altered(honest, "/score", change)) as server:
+        recipe = {
+            "run": str(tmp_path / "run"),
+            "student": {"tokenizer": "shipped:tokenizers/bytes-2k", "config": student_config()},
+            "teachers": [{"server": server.address, "remote": {"k": 8}}],
+            "data": data.model_dump(),
+            "train": {"steps": 50, "batch_size": 2},
+            "checkpoint": {"every": 1},
+            "log": {"tensorboard": False},
+        }
+        with pytest.raises(PotstillError, match="logprobs that are no numbers"):
+            potstill.train(recipe)
+    steps = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < len(steps) < len(answered) and np.isfinite(steps).all()
+
+
+def student_config() -> dict[str, Any]:
+    from tiny import LLAMA
+
+    return {**LLAMA, "max_position_embeddings": 128}
+
+
+class Wire:
+    """Fails in given ways, in turn, before it lets requests of /score through."""
+
+    def __init__(self, application: Any, *faults: Any) -> None:
+        self.application, self.faults, self.times = application, list(faults), []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] == "/score":
+            self.times.append(time.monotonic())
+            if self.faults:
+                fault = self.faults.pop(0)
+                if isinstance(fault, int):
+                    await JSONResponse({"error": "out of luck"}, fault)(scope, receive, send)
+                    return
+                if fault == "slow":
+                    await asyncio.sleep(1.5)
+                if fault == "cut":
+                    head = [(b"content-length", b"1000")]
+                    await send({"type": "http.response.start", "status": 200, "headers": head})
+                    await send({"type": "http.response.body", "body": b"half", "more_body": True})
+                    raise ConnectionError
+        await self.application(scope, receive, send)
+
+
+def test_failures_are_waited_out_with_growing_pauses(honest, student, data, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(connection, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(connection.Connection.__init__, "__defaults__", (said.append,))
+    wire = Wire(honest, 500, 503, "cut", "slow", 502)
+    with Threaded(wire) as server:
+        remote = {"k": 8, "timeout": 0.8, "concurrency": 1}
+        config = TeacherConfig.model_validate({"server": server.address, "remote": remote})
+        (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+        batch = batches_of(data, student)[0]
+        target = found.prepare(batch)
+        assert len(target.ids) == len(batch.rows)
+        pauses = np.diff(wire.times)
+        assert len(pauses) == 5 and (pauses[:3] >= 0.75 * 0.05 * 2.0 ** np.arange(3)).all() and pauses[3] >= 0.8
+        assert len(said) == 2 and re.search(r"waiting for the server at http.*: it fails \(500\): out of luck", said[0])
+        assert "answers again" in said[1]
+        found.close()
+
+
+def test_patience_ends(honest, student, data):
+    with Threaded(Wire(honest, *[500] * 1000)) as server:
+        remote = {"k": 8, "patience": 1.0}
+        config = TeacherConfig.model_validate({"server": server.address, "remote": remote})
+        (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+        with pytest.raises(
+            PotstillError, match=r"it fails \(500\): out of luck; given up after \d s \(remote.patience\)"
+        ):
+            found.prepare(batches_of(data, student)[0])
+        found.close()
+
+
+def test_nobody_there(student, data):
+    remote = {"patience": 0.5}
+    config = TeacherConfig.model_validate({"server": "http://127.0.0.1:9", "remote": remote})
+    with pytest.raises(PotstillError, match="cannot be reached"):
+        open_teachers([config], student, data, LossConfig(), CPU)
+
+
+def test_a_run_that_ends_does_not_wait_for_its_server(honest, student, data):
+    with Threaded(Wire(honest, *[500] * 1000)) as server:
+        config = TeacherConfig.model_validate({"server": server.address, "remote": {"k": 8}})
+        (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(found.prepare, batches_of(data, student)[0])
+            while not found.shelf._origin.server.connection.failures:
+                time.sleep(0.01)
+            found.close()
+            with pytest.raises(PotstillError, match="the run has ended"):
+                waiting.result(timeout=10)
+
+
+def test_a_request_that_nobody_waits_for_is_not_computed(teacher):
+    """A client that has gone: its documents are left out when their turn comes."""
+    entered, release = threading.Event(), threading.Event()
+
+    class Slow(Scorer):
+        def _answer(self, form, tasks):
+            entered.set()
+            assert release.wait(30)
+            super()._answer(form, tasks)
+
+    scorer = Slow(teacher, 16)
+    options = ServeOptions("", 0, None, 8.0, None, None)
+    service = Service(scorer, identity_of_model(teacher, "tiny"), None, options)
+    body = write_question(Question(TOP, examples([9])))
+    with Threaded(application(service)) as server, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(httpx.post, f"{server.address}/score", content=body, timeout=60)
+        assert entered.wait(30)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.address}/score", content=body, timeout=0.3)
+        while not any(job.abandoned for job in scorer._waiting):
+            time.sleep(0.01)
+        release.set()
+        assert first.result().status_code == 200
+    scorer.close()
+    assert scorer.counts["documents"] == 1
+
+
+def test_a_model_that_fails_tells_who_asked_and_lives_on(teacher):
+    class Failing(LanguageModel):
+        def hidden(self, batch, positions):
+            if any(len(e.ids) == 11 for e in batch.examples):
+                raise RuntimeError("no room for eleven")
+            return super().hidden(batch, positions)
+
+    broken = Failing(teacher.model, teacher.tokenizer, teacher.head, teacher.masks)
+    scorer = Scorer(broken, 4096)
+    options = ServeOptions("", 0, None, 8.0, None, None)
+    service = Service(scorer, identity_of_model(teacher, "tiny"), None, options)
+    with Threaded(application(service)) as server, ThreadPoolExecutor(8) as pool:
+        bodies = [write_question(Question(TOP, examples([length]))) for length in (10, 11, 12, 10, 11, 12, 10, 12)]
+        answers = list(pool.map(lambda body: httpx.post(f"{server.address}/score", content=body, timeout=60), bodies))
+    assert [answer.status_code for answer in answers] == [200, 500, 200, 200, 500, 200, 200, 200]
+    assert "no room for eleven" in answers[1].json()["error"]
+    scorer.close()
+
+
+def test_numbers_that_are_none_stop_the_run_at_once(teacher, tmp_path, student, data):
+    """422, which is not tried again."""
+    folder = make_model(tmp_path / "broken", seed=9)
+    model = load_teacher(TeacherConfig(model=str(folder)), CPU, "t")
+    with torch.no_grad():
+        model.model.get_input_embeddings().weight[900:] = float("nan")
+    scorer = Scorer(model, 4096)
+    options = ServeOptions("", 0, None, 8.0, None, None)
+    service = Service(scorer, identity_of_model(model, "tiny"), None, options)
+    with Threaded(application(service)) as server:
+        origin = open_server(TeacherConfig(server=server.address), "t")
+        with pytest.raises(PotstillError, match=r"\(422\): the teacher's hidden states are not finite"):
+            origin.ask(TOP, examples([30]))()
+        origin.close()
+    scorer.close()
+
+
+def test_formats_of_a_server_are_those_of_its_model(served, teacher, monkeypatch):
+    monkeypatch.setenv("RIGHT", "open-sesame")
+    origin = open_server(TeacherConfig.model_validate({"server": served.address, "remote": {"token": "RIGHT"}}), "t")
+    for store in (
+        StoreConfig(k=8),
+        StoreConfig(kind="hidden"),
+        StoreConfig(kind="sampled"),
+        StoreConfig(kind="chosen"),
+    ):
+        assert origin.format(store) == format_of(store, teacher)
+    with pytest.raises(PotstillError, match="choose a k of at most that"):
+        origin.format(StoreConfig(k=5000))
+    origin.close()
