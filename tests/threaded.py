@@ -122,7 +122,7 @@ class Completions:
     def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
         ids, k = body["prompt"], body.get("logprobs") or 0
         rows = self._logprobs(ids)
-        written = int(rows[-1].argmax())
+        written = len(ids) * 37 % rows.shape[1]  # a draw, which may be any token
         choice: dict[str, Any] = {"text": self.model.tokenizer.decode([written]), "logprobs": None}
         before = {"shifted": rows[1:], "hot": (rows / 3).log_softmax(-1)[:-1]}.get(self.way, rows[:-1])
         if body.get("prompt_logprobs") and self.way in ("vllm", "hot", "shifted"):
@@ -131,7 +131,8 @@ class Completions:
             own = [] if not body.get("echo") or self.way == "ignoring" else list(zip(ids[1:], before, strict=True))
             first = [] if not own else [(None, None)]
             listed = [*first, *((row[i].item(), self._top(row, k)) for i, row in own)]
-            listed.append((rows[-1][written].item(), self._top(rows[-1], k)))
+            drawn = rows[-1][written].item()
+            listed.append((drawn, {**self._top(rows[-1], k), self._named(written): drawn}))
             tokens = [*(ids if own else []), written]
             choice["logprobs"] = {
                 "tokens": [self._named(i) for i in tokens],

@@ -303,7 +303,9 @@ class OpenAIServer:
             raise self.connection.error(
                 "it gives no log-probabilities of what it writes (logprobs), so that those of a prompt cannot be checked"
             )
-        return {str(token): float(value) for token, value in top[0].items()}
+        # The token that was drawn is there too, also where it is not among the likeliest.
+        likeliest = sorted(((str(token), float(value)) for token, value in top[0].items()), key=lambda entry: -entry[1])
+        return dict(likeliest[:COMPARED])
 
     def _distance(self, rows: Sequence[Row], expected: Mapping[int, Mapping[str, float]], shift: int) -> float:
         """Between the probe's rows and what the server says when it writes, in nats."""
@@ -311,7 +313,8 @@ class OpenAIServer:
         for place, likeliest in expected.items():
             if 0 < place + shift <= len(rows):
                 entries = rows[place - 1 + shift].entries
-                least = min(entries.values(), default=np.inf)  # one that is not among them is no likelier
+                # One that is not among them is no likelier than the least of the likeliest.
+                least = min(sorted(entries.values(), reverse=True)[:COMPARED], default=np.inf)
                 for token, value in likeliest.items():
                     differences.append(abs(entries[token] - value) if token in entries else max(0.0, value - least))
         return float(np.mean(differences)) if differences else float("inf")
