@@ -25,7 +25,7 @@ from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_teacher
 from potstill.recipe import load_recipe
 from potstill.teachers import signal
-from potstill.teachers.build import _batches, _by_tokens, build
+from potstill.teachers.build import _batches, build, by_tokens
 from potstill.teachers.cached import CachedTeacher
 from potstill.teachers.codec import Format, encode, read_top_k, to_bytes
 from potstill.teachers.reading import TeacherText, pieces_of
@@ -107,7 +107,7 @@ def batches_of(teacher: LanguageModel, data: DataConfig, batch_tokens: int) -> I
     text = TeacherText(teacher.tokenizer, teacher.positions)
     for pieces in _batches(pieces_of(data, teacher.tokenizer), batch_tokens):
         examples = [example for example in text(pieces) if example is not None]
-        for some in _by_tokens(examples, batch_tokens):
+        for some in by_tokens(examples, batch_tokens):
             yield collate([[example] for example in some], pad_id=0)
 
 

@@ -52,7 +52,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def teacher_of(server: Served, **keys: Any) -> list[dict[str, Any]]:
-    return [{"server": server.address, "remote": {"kind": "hidden", "patience": 120.0}, **keys}]
+    remote = {"patience": 120.0} | ({} if keys else {"kind": "hidden"})
+    return [{"server": server.address, "remote": remote, **keys}]
 
 
 @pytest.mark.parametrize("beside", ["nothing", "cache"])
