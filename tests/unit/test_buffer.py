@@ -194,7 +194,7 @@ def test_what_was_written_is_in_a_checkpoint_and_no_text_is_lost_or_used_twice(t
     whole = Made(tmp_path / "x.jsonl", mix).windows(8)
     first = Made(tmp_path / "x.jsonl", mix)
     before = first.windows(stop)
-    first.buffer.save(tmp_path)
+    first.buffer.save(tmp_path, before[-1].state)
     waiting = load_saved(tmp_path)
     first.buffer.close()
     expected_waiting = 1 if keys.get("max_staleness") == 1 or (keys and stop % 3) else 0

@@ -3,7 +3,7 @@
 from potstill.data.examples import Encoded, Encoder, Piece, ids_key, json_key, piece_maker, untrimmed
 from potstill.data.layout import collate, pack, without
 from potstill.data.pipeline import COUNTS, Window, Windows, count_windows
-from potstill.data.prefetch import Prefetched
+from potstill.data.prefetch import Prefetched, StoppedWaiting
 from potstill.data.sources import Source, generator
 from potstill.data.stream import State, open_stream
 
@@ -15,6 +15,7 @@ __all__ = [
     "Prefetched",
     "Source",
     "State",
+    "StoppedWaiting",
     "Window",
     "Windows",
     "collate",

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -16,11 +16,17 @@ _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 10.0
 
 
-class Prefetched(Generic[T]):
-    """Iterates `iterable` on a thread, up to `depth` items ahead. `waited`: seconds its reader stood still."""
+class StoppedWaiting(Exception):
+    """Whoever waited was told to stop, and what is waited for is not there yet."""
 
-    def __init__(self, iterable: Iterable[T], depth: int = 2) -> None:
+
+class Prefetched(Generic[T]):
+    """Iterates `iterable` on a thread, up to `depth` items ahead. `waited`: seconds its reader stood still. `interrupted`:
+    asked now and then whether the reader is to stop waiting (StoppedWaiting)."""
+
+    def __init__(self, iterable: Iterable[T], depth: int = 2, interrupted: Callable[[], bool] = lambda: False) -> None:
         self.waited = 0.0
+        self._interrupted = interrupted
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
         stop = threading.Event()
         # The thread holds the queue and not this object: when nobody reads any more, it is told to stop.
@@ -35,7 +41,13 @@ class Prefetched(Generic[T]):
         if not self._close.alive:
             raise StopIteration
         begin = time.perf_counter()
-        kind, value = self._ready.get()
+        while True:
+            try:
+                kind, value = self._ready.get(timeout=_POLL_SECONDS)
+                break
+            except queue.Empty:
+                if self._interrupted():
+                    raise StoppedWaiting from None
         self.waited += time.perf_counter() - begin
         if kind == "item":
             item: T = value

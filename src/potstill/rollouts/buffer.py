@@ -109,11 +109,12 @@ class Buffer:
         for writer in self._writers.values():
             writer.close()
 
-    def save(self, folder: Path) -> None:
-        """What was written and not yet trained on: the rest of the present generation, and the next one (waited for)."""
-        kept = [self._present] if self._present is not None else []
-        if self._following is not None and (following := self._following.result()) is not None:
-            kept.append(following)
+    def save(self, folder: Path, state: State) -> None:
+        """What was written and, when a run goes on from `state`, is still to be trained on: of the present generation, and
+        the next one (waited for)."""
+        found = [self._present, None if self._following is None else self._following.result()]
+        begin = 0 if state["draft"] is None else state["draft"]["group"]
+        kept = [each for each in found if each is not None and each.draft.groups[0].number >= begin]
         if kept:
             write_bytes(folder / FILE, saved(kept))
 
@@ -127,10 +128,7 @@ class Buffer:
             if not self._taken:
                 self._counts.update(generation.draft.counts)
             for number, some in enumerate(slices[self._taken :], self._taken + 1):
-                last = number == len(slices)
-                if last:
-                    self._present = None
-                window = self._window(generation, some, None if last else number)
+                window = self._window(generation, some, None if number == len(slices) else number)
                 empty = 0 if any(batch.supervised_tokens for batch in window.batches) else empty + 1
                 if empty > EMPTY_WINDOWS:
                     raise PotstillError(

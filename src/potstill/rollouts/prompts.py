@@ -176,9 +176,17 @@ def _answer_bytes(table: TokenTable, prompt: npt.NDArray[np.int32], ids: npt.NDA
 
 def stop_ids(language_model: LanguageModel, chats: bool) -> tuple[int, ...]:
     """What ends a text: the model's own eos ids (there may be several), the tokenizer's, and in chats the end of a turn."""
-    tokenizer, config = language_model.tokenizer, language_model.model.generation_config
+    config = language_model.model.generation_config
     own = None if config is None else config.eos_token_id
-    found = {own} if isinstance(own, int) else set(own or ())
+    return _stop_ids(language_model.tokenizer, {own} if isinstance(own, int) else set(own or ()), chats)
+
+
+def tokenizer_stop_ids(tokenizer: Any, chats: bool) -> tuple[int, ...]:
+    """The same, of a model that is elsewhere."""
+    return _stop_ids(tokenizer, set(), chats)
+
+
+def _stop_ids(tokenizer: Any, found: set[int], chats: bool) -> tuple[int, ...]:
     if tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
     if chats:

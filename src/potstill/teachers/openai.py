@@ -190,9 +190,9 @@ class OpenAIServer:
     def _prompt_rows(self, ids: list[int], k: int) -> list[Row]:
         """One for each token but the first."""
         if self._echo:
-            choice = self._complete(ids, {"echo": True, "logprobs": k})
+            choice = self.go_on(ids, {"echo": True, "logprobs": k})
             return self._echo_rows(choice, ids)
-        choice = self._complete(ids, {"prompt_logprobs": k})
+        choice = self.go_on(ids, {"prompt_logprobs": k})
         return self._vllm_rows(choice.get("prompt_logprobs"), ids)
 
     def _vllm_rows(self, found: Any, ids: list[int]) -> list[Row]:
@@ -243,7 +243,8 @@ class OpenAIServer:
             self._ids_of_text = _ids_of_text(self.tokenizer)
         return self._ids_of_text.get(text)
 
-    def _complete(self, ids: list[int], keys: Mapping[str, Any]) -> dict[str, Any]:
+    def go_on(self, ids: list[int], keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Its choice of what follows these ids; one token, unless `keys` say otherwise."""
         body = {"model": self._name, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "seed": 0}
         body |= {"return_tokens_as_token_ids": True, **keys}
         response = self.connection.post("/v1/completions", body)
@@ -297,7 +298,7 @@ class OpenAIServer:
 
     def _going_on(self, ids: list[int]) -> dict[str, float]:
         """The likeliest next tokens, as the server names them when it writes."""
-        found = self._complete(ids, {"logprobs": COMPARED}).get("logprobs")
+        found = self.go_on(ids, {"logprobs": COMPARED}).get("logprobs")
         top = found.get("top_logprobs") if isinstance(found, dict) else None
         if not isinstance(top, list) or not top or not isinstance(top[0], dict):
             raise self.connection.error(

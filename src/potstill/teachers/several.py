@@ -23,7 +23,7 @@ from potstill.teachers.live import LiveTeacher
 from potstill.teachers.origin import LiveOrigin, Origin
 from potstill.teachers.pairing import Pairing
 from potstill.teachers.reading import as_cached, chat_kwargs, piece_of
-from potstill.teachers.remote import StudentTopK, open_remote, open_server
+from potstill.teachers.remote import RemoteOrigin, StudentTopK, open_remote, open_server
 from potstill.teachers.shelf import Shelf
 from potstill.teachers.store import Cache, read_manifest
 from potstill.teachers.weighing import RoutedTeacher
@@ -40,7 +40,7 @@ class Faculty:
     teachers: Sequence[Teacher]
     live: Sequence[LiveTeacher]  # those whose model is in the process, to evaluate against
     notes: Sequence[str] = ()  # what their user should know
-    models: Sequence[LanguageModel | None] = ()  # of each teacher, where it is in the process
+    writer: LanguageModel | RemoteOrigin | None = None  # the first of them, where it can be asked to write
 
 
 def open_live(
@@ -55,14 +55,15 @@ def open_teachers(
     configs: Sequence[TeacherConfig], student: LanguageModel, data: DataConfig, loss: LossConfig, device: torch.device
 ) -> Faculty:
     teachers: list[Teacher] = []
-    live, notes, models = [], [], []
+    live, notes = [], []
+    writer: LanguageModel | RemoteOrigin | None = None
     for index, config in enumerate(configs):
         where = f"teachers[{index}]"
         opening = Opening(config, student, data, loss, where)
         language_model = None if config.model is None else load_teacher(config, device, where)
-        models.append(language_model)
         server = None if config.server is None else open_server(config, where)
         there = language_model or server
+        writer = there if index == 0 else writer
         tokenizer = there.tokenizer if there is not None else opening.cached_tokenizer()
         reason = difference(student.tokenizer, tokenizer)
         if reason is not None:
@@ -84,7 +85,7 @@ def open_teachers(
             teacher = model
         _check_several(teacher, config, loss, where)
         teachers.append(RoutedTeacher(teacher, config.only) if config.only else teacher)
-    return Faculty(teachers, live, notes, models)
+    return Faculty(teachers, live, notes, writer)
 
 
 def _check_several(teacher: Teacher, config: TeacherConfig, loss: LossConfig, where: str) -> None:

@@ -10,15 +10,17 @@ from types import TracebackType
 from typing import Any
 
 from potstill.config import Recipe
-from potstill.data import Encoder, Prefetched, Window
+from potstill.data import Encoder, Prefetched, StoppedWaiting, Window
 from potstill.models import LanguageModel
 from potstill.rollouts.buffer import Buffer, Layout, load_saved
 from potstill.rollouts.drafts import Drafts, Kind
 from potstill.rollouts.engine import Engine
-from potstill.rollouts.prompts import Answers, Prompter, stop_ids
+from potstill.rollouts.prompts import Answers, Prompter, stop_ids, tokenizer_stop_ids
+from potstill.rollouts.remote_writer import RemoteWriter
 from potstill.rollouts.transformers import TransformersEngine
 from potstill.rollouts.vllm import open_vllm
 from potstill.teachers.reading import chat_kwargs
+from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.several import Prepared, prepared
 from potstill.training.checkpoint import Progress
 from potstill.training.setup import Parts
@@ -26,6 +28,7 @@ from potstill.types import PotstillError, Teacher
 
 PREPARING = 4  # micro-batches of a step that teachers make ready at once
 AHEAD = 2  # drafts that wait to be written
+POLL_SECONDS = 0.1
 
 
 class Feed:
@@ -46,10 +49,10 @@ class Feed:
         if self._buffer is not None:
             self._buffer.advance(version)
 
-    def save(self, folder: Path) -> None:
-        """Put what was written and not yet trained on into a checkpoint."""
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        """Put what was written, and is still to be trained on after `state`, into a checkpoint."""
         if self._buffer is not None:
-            self._buffer.save(folder)
+            self._buffer.save(folder, state)
 
     def closing(self, what: Callable[[], None]) -> None:
         self._stack.callback(what)
@@ -63,21 +66,39 @@ class Feed:
         self._stack.close()
 
 
-def open_feed(recipe: Recipe, parts: Parts, progress: Progress, folder: Path, checkpoint: Path | None) -> Feed:
-    """From where `progress` says. `folder`: of the run; `checkpoint`: the one it goes on from."""
+Interrupted = Callable[[], bool]
+
+
+def open_feed(
+    recipe: Recipe,
+    parts: Parts,
+    progress: Progress,
+    folder: Path,
+    checkpoint: Path | None,
+    interrupted: Interrupted = lambda: False,
+) -> Feed:
+    """From where `progress` says. `folder`: of the run; `checkpoint`: the one it goes on from. `interrupted`: whether to stop
+    waiting (StoppedWaiting), for a server that is away, say."""
     if recipe.policy.writes:
-        return _written(recipe, parts, progress, folder, checkpoint)
+        return _written(recipe, parts, progress, folder, checkpoint, interrupted)
     source = parts.windows(progress.data)
     read = Prefetched(source, depth=source.group_windows)
     ready = prepared(read, parts.teachers, progress.counts, workers=recipe.data.workers)
-    windows = Prefetched(ready, depth=1)
+    windows = Prefetched(ready, depth=1, interrupted=interrupted)
     feed = Feed(windows)
     feed.closing(read.close)
     feed.closing(windows.close)
     return feed
 
 
-def _written(recipe: Recipe, parts: Parts, progress: Progress, folder: Path, checkpoint: Path | None) -> Feed:
+def _written(
+    recipe: Recipe,
+    parts: Parts,
+    progress: Progress,
+    folder: Path,
+    checkpoint: Path | None,
+    interrupted: Interrupted,
+) -> Feed:
     state = progress.data
     engines = open_engines(recipe, parts, folder, progress.step)
     drafts = Prefetched(open_drafts(recipe, parts, None if state is None else state["draft"]), AHEAD)
@@ -107,7 +128,7 @@ def _written(recipe: Recipe, parts: Parts, progress: Progress, folder: Path, che
         translates=other,
     )
     pool = ThreadPoolExecutor(PREPARING, "prepare")
-    feed = Feed((_ahead(window, parts.teachers, pool) for window in buffer), buffer)
+    feed = Feed((_ahead(window, parts.teachers, pool, interrupted) for window in buffer), buffer)
     feed.closing(drafts.close)
     feed.closing(lambda: pool.shutdown(cancel_futures=True))
     feed.closing(buffer.close)
@@ -168,8 +189,14 @@ def open_engines(recipe: Recipe, parts: Parts, folder: Path, version: int) -> di
             engines["student"] = transformers(parts.student, "the student", policy.overlaps, parts.autocast)
     if policy.teacher_writes:
         if parts.writer is None:
-            raise PotstillError("policy.teacher_writes: the first teacher has no model that could write")
-        engines["teacher"] = transformers(parts.writer, "the teacher", False, parts.autocast)
+            raise PotstillError(
+                "policy.teacher_writes: the first teacher is a cache, which cannot write: give it as model"
+            )
+        if isinstance(parts.writer, RemoteOrigin):
+            ends = tokenizer_stop_ids(parts.writer.tokenizer, chats)
+            engines["teacher"] = RemoteWriter(parts.writer, policy.sampling, ends)
+        else:
+            engines["teacher"] = transformers(parts.writer, "the teacher", False, parts.autocast)
     return engines
 
 
@@ -194,20 +221,27 @@ def _seed(recipe: Recipe) -> int:
 class _Pending(Sequence[Sequence[Any]]):
     """What teachers make ready on other threads, waited for where it is needed."""
 
-    def __init__(self, futures: Sequence[Future[list[Any]]]) -> None:
-        self._futures = futures
+    def __init__(self, futures: Sequence[Future[list[Any]]], interrupted: Interrupted) -> None:
+        self._futures, self._interrupted = futures, interrupted
 
     def __len__(self) -> int:
         return len(self._futures)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._futures[index].result()
+        while True:
+            try:
+                return self._futures[index].result(POLL_SECONDS)
+            except TimeoutError:
+                if self._futures[index].done():  # it was its own error
+                    raise
+                if self._interrupted():
+                    raise StoppedWaiting from None
 
 
-def _ahead(window: Window, teachers: Sequence[Teacher], pool: ThreadPoolExecutor) -> Prepared:
+def _ahead(window: Window, teachers: Sequence[Teacher], pool: ThreadPoolExecutor, interrupted: Interrupted) -> Prepared:
     """Later micro-batches are made ready while earlier ones train."""
 
     def ready(batch: Any) -> list[Any]:
         return [teacher.prepare(batch) for teacher in teachers]
 
-    return Prepared(window, _Pending([pool.submit(ready, batch) for batch in window.batches]))
+    return Prepared(window, _Pending([pool.submit(ready, batch) for batch in window.batches], interrupted))

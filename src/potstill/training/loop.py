@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from potstill.config import Recipe
+from potstill.data import StoppedWaiting
 from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
 from potstill.recipe import load_recipe
 from potstill.sections import value_at
@@ -47,20 +48,38 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
         stop = stack.enter_context(StopSignal())
         for teacher in parts.teachers:
             stack.callback(teacher.close)
-        feed = stack.enter_context(open_feed(recipe, parts, progress, run.folder, run.checkpoint))
+        waiting = open_feed(recipe, parts, progress, run.folder, run.checkpoint, lambda: stop.signal is not None)
+        feed = stack.enter_context(waiting)
         for watcher in watching:
             watcher.started(run)
             stack.callback(watcher.ended, run)
+
+        def save() -> None:
+            refuse_broken_weights(parts.module, run.step)
+            state = progress.data or {}
+            run.checkpoint = checkpoints.save(
+                progress, parts.student, parts.module, parts.optimizers, lambda folder: feed.save(folder, state)
+            )
+            run.best = None if progress.best_step is None else checkpoints.at(progress.best_step)
+            for watcher in watching:
+                watcher.saved(run, run.checkpoint)
+
         while run.step < run.total_steps and not run.stopped_by:
-            with clock.of("data"):
-                following = next(feed, None)
-            if following is None:
-                raise PotstillError(
-                    f"data: it ended after step {run.step} of {run.total_steps}: there is less of it than when the run began; "
-                    "put back what was there, or begin anew with run="
-                )
-            window = following.window
-            metrics = optimizer_step(recipe, parts, following, run, clock)
+            try:
+                with clock.of("data"):
+                    following = next(feed, None)
+                if following is None:
+                    raise PotstillError(
+                        f"data: it ended after step {run.step} of {run.total_steps}: there is less of it than when the run "
+                        "began; put back what was there, or begin anew with run="
+                    )
+                window = following.window
+                metrics = optimizer_step(recipe, parts, following, run, clock)
+            except StoppedWaiting:  # for a server that is away, say. The step is not taken
+                run.stopped_by = stop.signal
+                if run.step and run.checkpoint != checkpoints.at(run.step):
+                    save()
+                break
             run.step, run.counts = run.step + 1, window.counts
             feed.advance(run.step)
             progress = replace(
@@ -83,11 +102,7 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
             # Read once: the step a run ends at is a step it saves.
             run.stopped_by = None if last else stop.signal or run.asked_to_stop
             if last or run.stopped_by or _due(run.step, recipe.checkpoint.every) or progress.best_step == run.step:
-                refuse_broken_weights(parts.module, run.step)
-                run.checkpoint = checkpoints.save(progress, parts.student, parts.module, parts.optimizers, feed.save)
-                run.best = None if progress.best_step is None else checkpoints.at(progress.best_step)
-                for watcher in watching:
-                    watcher.saved(run, run.checkpoint)
+                save()
     if recipe.checkpoint.push_to_hub and run.step == run.total_steps:
         _push(parts, recipe.checkpoint.push_to_hub)
     return run

@@ -22,6 +22,7 @@ from potstill.files import write_text
 from potstill.models import LanguageModel, check_fit, difference, load_student
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
+from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.several import Faculty, as_teachers_need, count_left, open_teachers
 from potstill.training.checkpoint import Checkpoints, Progress
 from potstill.training.metrics import EVALS, whole_lines
@@ -49,7 +50,7 @@ class Parts:
     windows: Callable[[dict[str, Any] | None], Windows]  # from a position in the data
     evaluate: Callable[[], dict[str, Any]]
     data: DataConfig  # as the teachers need it
-    writer: LanguageModel | None = None  # the first teacher's model, which can write text
+    writer: LanguageModel | RemoteOrigin | None = None  # the first teacher, where it can be asked to write
     writer_shares_tokens: bool = True  # … in the student's own tokens
     notes: Sequence[str] = ()  # what is worth a word before the first step
 
@@ -153,10 +154,9 @@ def assemble(recipe: Recipe) -> Parts:
         windows,
         evaluate_student,
         data,
-        writer=faculty.models[0] if faculty.models else None,
-        writer_shares_tokens=bool(faculty.models)
-        and faculty.models[0] is not None
-        and difference(student.tokenizer, faculty.models[0].tokenizer) is None,
+        writer=faculty.writer,
+        writer_shares_tokens=faculty.writer is not None
+        and difference(student.tokenizer, faculty.writer.tokenizer) is None,
         notes=faculty.notes,
     )
 

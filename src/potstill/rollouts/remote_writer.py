@@ -1,0 +1,49 @@
+"""A teacher behind an OpenAI-compatible server that writes: sequence-level distillation without its model in the process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from potstill.config import SamplingConfig
+from potstill.rollouts.engine import Ask, Written
+from potstill.rollouts.vllm_requests import check_sampling, request, written
+from potstill.teachers.openai import OpenAIServer
+from potstill.teachers.remote import RemoteOrigin
+from potstill.types import PotstillError
+
+
+class RemoteWriter:
+    """An `Engine` whose weights are the teacher's own and never change."""
+
+    version = 0
+
+    def __init__(self, origin: RemoteOrigin, sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
+        if not isinstance(origin.server, OpenAIServer):
+            raise PotstillError(
+                f"policy.teacher_writes: {origin.server.connection.address} is a `potstill serve`, which scores and does not "
+                "write: give the first teacher as model, or behind vLLM"
+            )
+        check_sampling(sampling)
+        self._server, self._sampling, self._stop_ids = origin.server, sampling, stop_ids
+        self._at_once = origin.at_once
+
+    def generate(self, asked: Sequence[Ask]) -> list[Written]:
+        with ThreadPoolExecutor(self._at_once, "write") as pool:
+            return list(pool.map(self._one, asked))
+
+    def _one(self, ask: Ask) -> Written:
+        keys = {**request(self._sampling, self._stop_ids, ask.seed), "return_token_ids": True}
+        choice = self._server.go_on(ask.ids.tolist(), keys)
+        ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+        if ids is None or logprobs is None or len(ids) != len(logprobs):
+            raise self._server.connection.error(
+                "it gives no token ids with what it writes: is it a vLLM of 0.10.2 or later?"
+            )
+        return written(ids, logprobs, choice.get("finish_reason"), self._sampling, self._stop_ids)
+
+    def update(self, version: int) -> None:
+        """A teacher does not learn."""
+
+    def close(self) -> None:
+        """The connection is the teacher's."""
