@@ -40,7 +40,8 @@ def _one(key: str, group: str, title: str, about: str, **more: Any) -> Panel:
     return Panel(key, group, title, about, ((key, ""),), **more)
 
 
-LEARNING, OPTIMISATION, COST, FURTHER = "Learning", "Optimisation", "Time and memory", "Further metrics"
+LEARNING, WRITTEN, OPTIMISATION = "Learning", "Written text", "Optimisation"
+COST, FURTHER = "Time and memory", "Further metrics"
 
 PANELS: tuple[Panel, ...] = (
     _one("loss", LEARNING, "Loss", "what is minimised, per supervised token"),
@@ -52,6 +53,22 @@ PANELS: tuple[Panel, ...] = (
         "bits_per_byte", LEARNING, "Bits per byte", "on held-out text", (("bits_per_byte", ""),),
         source="evals", smooth=False,
     ),
+    Panel(
+        "own_reverse_kl", WRITTEN, "KL on its own text", "reverse KL to the teacher on what the student writes, at evaluations",
+        (("own_reverse_kl", ""),), source="evals", smooth=False,
+    ),
+    _one("rollout_length", WRITTEN, "Length", "tokens an answer", unit="count"),
+    Panel(
+        "rollout_ends", WRITTEN, "How answers end", "line: by an eos, dots: cut at the limit",
+        (("rollout_eos", "eos"), ("rollout_cut", "cut")), unit="percent",
+    ),
+    Panel(
+        "rollout_distinct", WRITTEN, "Distinct n-grams", "share of different ones; line: pairs, dots: triples",
+        (("rollout_distinct_2", "pairs"), ("rollout_distinct_3", "triples")), unit="percent",
+    ),
+    _one("behaviour_gap", WRITTEN, "Behaviour gap", "between a token's log-probability now and when it was drawn"),
+    _one("rollout_staleness", WRITTEN, "Staleness", "steps since the weights that wrote", smooth=False, only_moving=True),
+    _one("rollout_tokens_per_second", WRITTEN, "Writing", "tokens a second", unit="count"),
     Panel(
         "entropy", OPTIMISATION, "Entropy", "nats per token; line: student, dots: teacher",
         (("student_entropy", "student"), ("teacher_entropy", "teacher")),

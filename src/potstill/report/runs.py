@@ -24,9 +24,11 @@ STEP_KEYS = frozenset(
         "loss", "kd", "ce", "kl", "teacher_entropy", "student_entropy", "agreement", "grad_norm", "lr",
         "temperature", "kd_weight", "ce_weight", "tokens", "tokens_per_second", "seconds_data", "seconds_teacher",
         "seconds_student", "seconds_optimizer", "peak_memory_bytes", "epoch",
+        "behaviour_gap", "rollout_length", "rollout_eos", "rollout_cut", "rollout_distinct_2", "rollout_distinct_3",
+        "rollout_staleness", "rollout_tokens_per_second",
     }
 )  # fmt: skip
-EVAL_KEYS = frozenset({"bits_per_byte", "perplexity", "kl", "agreement", "ece", "tokens", "bytes"})
+EVAL_KEYS = frozenset({"bits_per_byte", "perplexity", "kl", "agreement", "ece", "tokens", "bytes", "own_reverse_kl"})
 
 
 @dataclass(frozen=True)
