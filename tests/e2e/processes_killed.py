@@ -16,13 +16,18 @@ class Process:
     def __init__(self, recipe: Path, run: Path) -> None:
         self.run = run
         line = [sys.executable, "-m", "potstill", "train", str(recipe)]
-        self._process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._log = run.with_name(f"{run.name}.log")
+        with self._log.open("w") as out:
+            self._process = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT)
+
+    def said(self) -> str:
+        return self._log.read_text()
 
     def wait_for(self, what: Callable[[], bool]) -> None:
         """Until it is so: looked at every millisecond, so that the moments are as many as the machine is uneven."""
         deadline = time.monotonic() + 120
         while not what():
-            assert self._process.poll() is None, f"the run ended too early:\n{self._process.stdout.read()}"
+            assert self._process.poll() is None, f"the run ended too early:\n{self.said()}"
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -49,5 +54,5 @@ class Process:
 
     def end(self) -> tuple[int, str]:
         """Exit code and all it said."""
-        out, _ = self._process.communicate(timeout=120)
-        return self._process.returncode, out
+        self._process.wait(120)
+        return self._process.returncode, self.said()

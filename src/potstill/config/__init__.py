@@ -85,6 +85,15 @@ class Recipe(Section):
             raise ValueError(
                 "loss.divergence: sampled_reverse_kl learns from tokens that the student drew itself: set policy.on_policy to 1"
             )
+        if self.loss.by_draws and policy.sampling.temperature == 0:
+            raise ValueError(
+                "loss.divergence: sampled_reverse_kl learns from tokens that were drawn, and policy.sampling.temperature 0 "
+                "draws none: set it above 0"
+            )
+        if policy.on_policy == 1 and self.loss.kd_weight == 0:
+            raise ValueError(
+                "loss.kd_weight is 0 and all text is the student's own, which it has no cross-entropy to: nothing to learn from"
+            )
         if not policy.writes:
             return
         policy.check_rows(self.train.batch_size)
@@ -96,6 +105,11 @@ class Recipe(Section):
                     f"teachers[{index}]: a cache alone cannot know fresh text: put model or server beside it (it is then read, "
                     "and written to), or set policy.on_policy and policy.teacher_writes to 0"
                 )
+        if policy.teacher_writes and self.teachers[0].prompt is not None:
+            raise ValueError(
+                "policy.teacher_writes: the first teacher has a prompt of its own, which what it writes would not be an answer "
+                "to: leave teachers[0].prompt out"
+            )
         if policy.sampling.max_new_tokens >= self.data.max_length:
             raise ValueError(
                 f"policy.sampling.max_new_tokens {policy.sampling.max_new_tokens} leaves no room for a prompt in "

@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from potstill.sections import Positive, Section
 
+SMALLEST_SHARE = 1e-9  # what shares may miss one by, for rounding
+
 
 class SamplingConfig(Section):
     """How text is written. Log-probabilities of what was written are kept after all of this."""
@@ -21,7 +23,9 @@ class SamplingConfig(Section):
         0.0, description="only tokens with at least this share of the likeliest one's probability"
     )
     max_new_tokens: Positive = Field(256, description="longest text that is written, in tokens")
-    stop: list[str] = Field([], description="texts that end what is written, besides the model's eos")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="texts that end what is written, besides the model's eos"
+    )
     seed: int | None = Field(None, description="default: train.seed")
 
 
@@ -84,7 +88,7 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _shares(self) -> PolicyConfig:
-        if self.on_policy + self.teacher_writes > 1 + 1e-9:
+        if self.on_policy + self.teacher_writes > 1 + SMALLEST_SHARE:
             raise ValueError(
                 f"on_policy {self.on_policy:g} and teacher_writes {self.teacher_writes:g} are shares of the same prompts and "
                 "sum to more than 1"
@@ -104,10 +108,15 @@ class PolicyConfig(Section):
 
     @property
     def data_share(self) -> float:
-        return max(0.0, 1.0 - self.on_policy - self.teacher_writes)
+        left = 1.0 - self.on_policy - self.teacher_writes
+        return left if left > SMALLEST_SHARE else 0.0
 
     @property
     def overlaps(self) -> bool:
+        """Whether the next texts are written while the present ones train. Not by vLLM in this process: it would draw from the
+        random numbers that the training draws from."""
+        if self.engine.kind == "vllm" and self.engine.server is None:
+            return False
         return self.max_staleness >= 2 * self.steps_per_generation - 1
 
     def check_rows(self, batch_size: int) -> None:

@@ -8,6 +8,7 @@ weights write what depends on the steps alone, never on how fast anything was: a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections import Counter
@@ -65,7 +66,8 @@ class Layout:
 
 
 class Buffer:
-    """An iterator of windows. `waiting`: generations that a checkpoint held; `taken`: slices of the first that were used."""
+    """An iterator of windows. `waiting`: generations that a checkpoint held; `taken`: slices of the first that were used;
+    `last`: optimizer steps of the run."""
 
     def __init__(
         self,
@@ -81,10 +83,11 @@ class Buffer:
         waiting: Sequence[SavedGeneration] = (),
         taken: int = 0,
         translates: bool = False,
+        last: int | None = None,
     ) -> None:
         self._drafts = iter(drafts)
         self._writers, self._answers, self._policy, self._layout = writers, answers, policy, layout
-        self._seed, self._version, self._translates = seed, version, translates
+        self._seed, self._version, self._translates, self._last = seed, version, translates, last
         self._counts: Counter[str] = Counter(counts or {})
         self._waiting = list(waiting)
         self._taken = taken
@@ -112,11 +115,17 @@ class Buffer:
     def save(self, folder: Path, state: State) -> None:
         """What was written and, when a run goes on from `state`, is still to be trained on: of the present generation, and
         the next one (waited for)."""
-        found = [self._present, None if self._following is None else self._following.result()]
+        found = [self._present, self._following_now()]
         begin = 0 if state["draft"] is None else state["draft"]["group"]
         kept = [each for each in found if each is not None and each.draft.groups[0].number >= begin]
         if kept:
             write_bytes(folder / FILE, saved(kept))
+
+    def _following_now(self) -> Generation | None:
+        """Waited for. What is wrong with it is told when it is to be trained on: the steps before it are to be saved."""
+        if self._following is None or self._following.exception() is not None:
+            return None
+        return self._following.result()
 
     def _run(self) -> Iterator[Window]:
         empty = 0
@@ -127,6 +136,8 @@ class Buffer:
             slices = [rows[i : i + size] for i in range(0, len(rows), size)]
             if not self._taken:
                 self._counts.update(generation.draft.counts)
+                self._counts.update(self._answers.counts)
+            self._answers.counts.clear()
             for number, some in enumerate(slices[self._taken :], self._taken + 1):
                 window = self._window(generation, some, None if number == len(slices) else number)
                 empty = 0 if any(batch.supervised_tokens for batch in window.batches) else empty + 1
@@ -150,9 +161,9 @@ class Buffer:
             draft = next(self._drafts, None)
             present = None if draft is None else self._written(draft, self._updated())
         self._following = None
-        if present is not None:
-            version = self._updated()
-            self._following = self._pool.submit(self._ahead, version)
+        begin = self._version + self._policy.steps_per_generation  # the step before which it would be trained on
+        if present is not None and (self._last is None or begin < self._last):
+            self._following = self._pool.submit(self._ahead, self._updated())
         return present
 
     def _ahead(self, version: int) -> Generation | None:
@@ -168,8 +179,8 @@ class Buffer:
 
     def _written(self, draft: Draft, version: int) -> Generation:
         """What a checkpoint held, or else what is written now."""
-        if self._waiting and self._waiting[0].first == draft.groups[0].number:
-            found = self._waiting.pop(0)
+        found = self._waiting.pop(0) if self._waiting else None
+        if found is not None and found.asked == asked_of(draft):
             return Generation(draft, found.written, found.version, found.seconds)
         begin = time.perf_counter()
         written: dict[tuple[int, int], Written] = {}
@@ -195,12 +206,11 @@ class Buffer:
             for i in range(self._policy.num_generations):
                 text = generation.written[group.number, i]
                 example = self._answer(group, text, generation.version)
-                if (example is None or not example.supervised.any()) and not self._taken:
+                if not example.supervised.any() and not self._taken:
                     self._counts["empty_answers"] += 1
-                if example is not None:
-                    yield Row(example, text)
+                yield Row(example, text)
 
-    def _answer(self, group: Group, text: Written, version: int) -> Example | None:
+    def _answer(self, group: Group, text: Written, version: int) -> Example:
         assert group.prompt is not None
         if group.kind == "teacher" and self._translates:
             return self._answers.translated(group.prompt, text)
@@ -223,8 +233,11 @@ class Buffer:
         counts = {name: self._counts[name] for name in (*COUNTS, *WRITTEN_COUNTS)}
         draft = generation.draft
         place: State = {"draft": draft.after, "taken": 0} if taken is None else {"draft": draft.before, "taken": taken}
-        facts = about(texts) | _about_generation(generation, self._version if texts else None)
-        return Window(batches, {**place, "counts": counts}, counts, draft.epoch, facts)
+        own = any(row.example.writer == "student" for row in rows)
+        facts = about(texts) | (_about_generation(generation) if texts else {})
+        facts |= {"rollout_staleness": self._version - generation.version} if own else {}
+        state = {**place, "settings": settings_of(self._policy, self._layout), "counts": counts}
+        return Window(batches, state, counts, draft.epoch, facts)
 
 
 def laid_out(examples: Sequence[Example], layout: Layout) -> tuple[Batch, ...]:
@@ -257,14 +270,22 @@ def about(texts: Sequence[Written]) -> dict[str, float]:
     return facts
 
 
-def _about_generation(generation: Generation, version: int | None) -> dict[str, float]:
-    if version is None:
-        return {}
+def _about_generation(generation: Generation) -> dict[str, float]:
     tokens = sum(len(text.ids) for text in generation.written.values())
     return {
         "rollout_tokens_per_second": tokens / max(generation.seconds, 1e-9),
         "rollout_seconds": generation.seconds,
-        "rollout_staleness": version - generation.version,
+    }
+
+
+def settings_of(policy: PolicyConfig, layout: Layout) -> dict[str, float]:
+    """What decides which texts stand where in a generation."""
+    return {
+        "train.batch_size": layout.batch_size,
+        **{
+            f"policy.{key}": getattr(policy, key)
+            for key in ("num_generations", "steps_per_generation", "on_policy", "teacher_writes", "prompt_tokens")
+        },
     }
 
 
@@ -272,10 +293,20 @@ def _about_generation(generation: Generation, version: int | None) -> dict[str, 
 class SavedGeneration:
     """A generation out of a checkpoint; its draft is read again."""
 
-    first: int  # number of its first group
+    asked: str  # as asked_of says
     written: Mapping[tuple[int, int], Written]
     version: int
     seconds: float
+
+
+def asked_of(draft: Draft) -> str:
+    """A hash of who was asked to go on from what: what was written for other prompts is not used."""
+    digest = hashlib.sha256()
+    for group in draft.groups:
+        digest.update(f"{group.number} {group.kind} ".encode())
+        if group.prompt is not None:
+            digest.update(group.prompt.ids.astype("<i4").tobytes())
+    return digest.hexdigest()[:32]
 
 
 def saved(generations: Sequence[Generation]) -> bytes:
@@ -292,8 +323,8 @@ def saved(generations: Sequence[Generation]) -> bytes:
             f"{number}.ids": np.concatenate([none, *(text.ids for text in texts)]).astype(np.int32),
             f"{number}.logprobs": np.concatenate([none, *(text.logprobs for text in texts)]).astype(np.float32),
         }
-        first = generation.draft.groups[0].number
-        about_each.append({"first": first, "version": generation.version, "seconds": generation.seconds})
+        asked = asked_of(generation.draft)
+        about_each.append({"asked": asked, "version": generation.version, "seconds": generation.seconds})
     return safetensors.numpy.save(arrays, metadata={"generations": json.dumps(about_each)})
 
 
@@ -311,5 +342,5 @@ def load_saved(folder: Path) -> list[SavedGeneration]:
         bounds = np.cumsum(length)[:-1]
         parts = zip(place.tolist(), end, np.split(ids, bounds), np.split(logprobs, bounds), strict=True)
         written = {(int(g), int(i)): Written(each, chances, ENDS[code]) for (g, i), code, each, chances in parts}
-        found.append(SavedGeneration(known["first"], written, known["version"], known["seconds"]))
+        found.append(SavedGeneration(known["asked"], written, known["version"], known["seconds"]))
     return found

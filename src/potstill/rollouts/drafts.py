@@ -151,4 +151,5 @@ class Drafts:
         drawn = generator(self._seed, 6, number).random()
         if drawn < self._policy.on_policy:
             return "student"
-        return "teacher" if drawn < self._policy.on_policy + self._policy.teacher_writes else "data"
+        below = drawn < self._policy.on_policy + self._policy.teacher_writes
+        return "teacher" if below or not self._policy.data_share else "data"

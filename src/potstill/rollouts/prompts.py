@@ -6,6 +6,8 @@ what it really wrote. What a teacher with other tokens wrote reaches the student
 
 from __future__ import annotations
 
+import codecs
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +20,7 @@ from potstill.models import LanguageModel
 from potstill.rollouts.engine import Written
 from potstill.text import TokenTable
 from potstill.text.chat import ChatRenderer
-from potstill.types import Example
+from potstill.types import Example, PotstillError
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,14 @@ class Prompter:
         before, after = (self._before, self._after) if asked is None else (0, 0)
         ids = np.array(encoding.ids, dtype=np.int32)
         ids = ids[: len(ids) - after]
+        if asked is not None and len(ids) and int(ids[0]) == self._tokenizer.bos_token_id:
+            before = 1  # written by the template
         cut = max(0, len(ids) - self._most)
-        if cut:  # on the left, but for what the tokenizer itself puts before every text
-            first = before + cut
-            text = text[encoding.offsets[first][0] :]
+        if cut:  # on the left, but for what stands before every text
+            first, spans = before + cut, encoding.offsets
+            while first < len(ids) - 1 and spans[first][0] < spans[first - 1][1]:
+                first += 1  # within a character
+            text, cut = text[spans[first][0] :], first - before
             ids = np.concatenate([ids[:before], ids[first:]])
         return Prompt(piece, text, ids, cut, asked) if len(ids) else None
 
@@ -94,9 +100,12 @@ class Answers:
         self._table = TokenTable.from_tokenizer(student.tokenizer)
         self._student, self._encode, self._kwargs = student, encode, kwargs
         self._other = None if teacher is None else TokenTable.from_tokenizer(teacher)
+        self._renderer: ChatRenderer | None = None
+        self.counts: Counter[str] = Counter()  # of what was left out
 
     def own(self, prompt: Prompt, written: Written, writer: str, version: int | None) -> Example:
         """In the student's own tokens, as they were written."""
+        written = self._known(written, len(self._table))
         ids = np.concatenate([prompt.ids, written.ids])
         begin = len(prompt.ids)
         supervised = np.zeros(len(ids), dtype=np.bool_)
@@ -126,10 +135,21 @@ class Answers:
             version=version,
         )
 
-    def translated(self, prompt: Prompt, written: Written) -> Example | None:
-        """Of a teacher with other tokens: its answer as text, read by the student. None: there is nothing in it."""
+    def _known(self, written: Written, ids: int) -> Written:
+        """Up to the first id that no token has: the padding of a head's rows, which some engines draw from too."""
+        beyond = np.flatnonzero(written.ids >= ids)
+        if not len(beyond):
+            return written
+        self.counts["unknown_ids"] += 1
+        return Written(written.ids[: beyond[0]], written.logprobs[: beyond[0]], "length")
+
+    def translated(self, prompt: Prompt, written: Written) -> Example:
+        """Of a teacher with other tokens: its answer as text, read by the student."""
         assert self._other is not None
-        answer = _answer_bytes(self._other, prompt.ids, written.ids).decode(errors="replace")
+        written = self._known(written, len(self._other))
+        data = _answer_bytes(self._other, prompt.ids, written.ids)
+        # An answer that was cut may end within a character.
+        answer = codecs.getincrementaldecoder("utf-8")("replace").decode(data, final=False)
         whole = written.end == "eos"
         if prompt.messages is not None:
             return self._conversation(prompt, answer, whole)
@@ -144,28 +164,31 @@ class Answers:
         )
         return self._read(piece)
 
-    def _conversation(self, prompt: Prompt, answer: str, whole: bool) -> Example | None:
+    def _conversation(self, prompt: Prompt, answer: str, whole: bool) -> Example:
         messages = [*(prompt.messages or ()), {"role": "assistant", "content": answer}]
-        renderer = ChatRenderer(self._student.tokenizer, self._kwargs, "data")
-        rendered = renderer.render(messages, prompt.piece.tools, prompt.piece.source)[0]
+        if self._renderer is None:
+            self._renderer = ChatRenderer(self._student.tokenizer, self._kwargs, "data")
+        key = json_key({"messages": messages, "tools": prompt.piece.tools, "written": True})
+        piece = replace(prompt.piece, key=key, text="", template=True, messages=messages, dropped=False)
+        try:
+            rendered = self._renderer.render(messages, prompt.piece.tools, prompt.piece.source)[0]
+        except PotstillError:  # a teacher may write what no template can show
+            return self._read(replace(piece, dropped=True))
         begin, end = rendered.spans[-1]
         if not whole:  # it was cut: the end of the turn is the template's, not the writer's
-            end = min(end, begin + rendered.text[begin:end].find(answer.strip()) + len(answer.strip()))
-        key = json_key({"messages": messages, "tools": prompt.piece.tools, "written": True})
-        piece = replace(
-            prompt.piece,
-            key=key,
-            text=rendered.text,
-            spans=((begin, end),),
-            template=True,
-            messages=messages,
-            dropped=False,
-        )
-        return self._read(piece)
+            end = self._renderer.without_end(rendered.text, begin, end)
+        return self._read(replace(piece, text=rendered.text, spans=((begin, end),)))
 
-    def _read(self, piece: Piece) -> Example | None:
+    def _read(self, piece: Piece) -> Example:
         (encoded,) = self._encode([piece])
-        return None if encoded.example is None else replace(encoded.example, writer="teacher")
+        self.counts["cut_examples"] += encoded.cut > 0
+        self.counts["cut_tokens"] += encoded.cut
+        if encoded.example is None:  # nothing to learn, but its place in the step stays
+            nothing = np.zeros(1, dtype=np.bool_)
+            return Example(
+                piece.key, "", np.zeros(1, dtype=np.int32), nothing, 0, columns=piece.columns, writer="teacher"
+            )
+        return replace(encoded.example, writer="teacher")
 
 
 def _answer_bytes(table: TokenTable, prompt: npt.NDArray[np.int32], ids: npt.NDArray[np.int32]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from potstill.config import SamplingConfig
 from potstill.rollouts.engine import Ask, Written
@@ -34,13 +35,16 @@ class RemoteWriter:
 
     def _one(self, ask: Ask) -> Written:
         keys = {**request(self._sampling, self._stop_ids, ask.seed), "return_token_ids": True}
+        keys["ignore_eos"] = False  # its model may have eos ids that its tokenizer does not name
         choice = self._server.go_on(ask.ids.tolist(), keys)
         ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
         if ids is None or logprobs is None or len(ids) != len(logprobs):
             raise self._server.connection.error(
                 "it gives no token ids with what it writes: is it a vLLM of 0.10.2 or later?"
             )
-        return written(ids, logprobs, choice.get("finish_reason"), self._sampling, self._stop_ids)
+        text = written(ids, logprobs, choice.get("finish_reason"), self._sampling, self._stop_ids)
+        own_eos = text.end == "stop" and choice.get("stop_reason") is None  # else: which stop id or text it was
+        return replace(text, end="eos") if own_eos else text
 
     def update(self, version: int) -> None:
         """A teacher does not learn."""

@@ -108,7 +108,7 @@ class TransformersEngine:
             lengths[run.rows] = torch.where(ended, at + 1, lengths[run.rows])
             last = at + 1 == most
             if stops:
-                stops.look(ids[:, : at + 1].cpu().numpy(), lengths)
+                stops.look(ids[:, max(0, at + 1 - stops.look_back) : at + 1].cpu().numpy(), at + 1, lengths)
             if not last and (device.type == "cpu" or stops or (at + 1) % LOOK_EVERY == 0):
                 under_way = lengths[run.rows] == most
                 left = int(under_way.sum())
@@ -256,18 +256,17 @@ class _StopTexts:
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, rows: int) -> None:
         self._texts, self._tokenizer = list(texts), tokenizer
-        self._look_back = max((len(text.encode()) for text in texts), default=0)  # a token is at least a byte
+        self.look_back = max((len(text.encode()) for text in texts), default=0)  # a token is at least a byte
         self.hit = np.zeros(rows, dtype=np.bool_)
 
     def __bool__(self) -> bool:
         return bool(self._texts)
 
-    def look(self, ids: npt.NDArray[np.int64], lengths: Tensor) -> None:
-        """`ids` [rows, so far]; what ends now has its length set."""
-        count = ids.shape[1]
+    def look(self, ids: npt.NDArray[np.int64], count: int, lengths: Tensor) -> None:
+        """`ids` [rows, the last few of `count` tokens]; what ends now has its length set."""
         known = lengths.cpu().numpy()
         for row in np.flatnonzero(~self.hit & (known >= count)):
-            text = self._tokenizer.decode(ids[row, max(0, count - self._look_back) :], skip_special_tokens=True)
+            text = self._tokenizer.decode(ids[row], skip_special_tokens=False)  # a stop may be a special token
             if any(stop in text for stop in self._texts):
                 self.hit[row] = True
                 lengths[int(row)] = count

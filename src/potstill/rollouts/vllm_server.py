@@ -24,6 +24,7 @@ from potstill.types import PotstillError
 AT_ONCE = 128  # requests under way; the server batches them
 PATIENCE = 120.0  # seconds for a server that does not answer, which may be starting
 ANSWER = 1800.0  # seconds for one answer: the last request of many waits for the others
+RESTARTS = 5  # that one generation may see
 BUSY = {429, 502, 503, 504}
 MODE = "processed_logprobs"
 WEIGHTS = "weights-for-vllm-"  # and the step: a name that nothing else in a folder of the user's has
@@ -46,6 +47,7 @@ class Server:
         self.student, self.sampling, self.stop_ids, self.max_length = student, policy.sampling, stop_ids, max_length
         self.version: int = version
         self.folder, self.patience = folder.resolve(), patience
+        self._broken = 0  # so often a connection did
         self.address = policy.engine.server.rstrip("/").removesuffix("/v1")
         limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
         self._client = httpx.Client(base_url=self.address, limits=limits, timeout=httpx.Timeout(ANSWER, connect=10.0))
@@ -98,7 +100,16 @@ class Server:
 
     def generate(self, asked: Sequence[Ask]) -> list[Written]:
         check_lengths(asked, self.sampling, self.max_length)
-        return self._write(asked, self.sampling, self.stop_ids)
+        for _ in range(RESTARTS):
+            before = self._broken
+            texts = self._write(asked, self.sampling, self.stop_ids)
+            if self._broken == before:
+                return texts
+            # It may have ended and begun again, with the weights it begins with: what it wrote is not the student's.
+            self._take(self.version, None)
+        raise PotstillError(
+            f"policy.engine.server: the connection to {self.address} breaks again and again while it writes"
+        )
 
     def _write(self, asked: Sequence[Ask], sampling: SamplingConfig, stop_ids: Sequence[int]) -> list[Written]:
         if not asked:
@@ -157,8 +168,10 @@ class Server:
                     raise PotstillError(
                         f"policy.engine.server: {self.address} gave no answer to {path} within {ANSWER:.0f} s"
                     ) from error
+                self._broken += 1
                 trouble = "connecting takes too long"
             except httpx.TransportError as error:
+                self._broken += 1
                 trouble = reason(error)
             if time.monotonic() + pause > deadline:
                 raise PotstillError(

@@ -72,7 +72,8 @@ def chat_kwargs(data: DataConfig) -> dict[str, Any]:
     found = [source.chat_template_kwargs for source in data.sources if source.messages]
     if any(kwargs != found[0] for kwargs in found):
         raise PotstillError(
-            "data.sources: a cache holds conversations rendered in one way, and chat_template_kwargs differ between the sources"
+            "data.sources: where text is cached, written, or read by a teacher with other tokens, conversations are rendered "
+            "in one way, and chat_template_kwargs differ between the sources"
         )
     return found[0] if found else {}
 

@@ -76,6 +76,15 @@ class ChatRenderer:
                 refused.append(error)
         raise refused[0]
 
+    def without_end(self, text: str, begin: int, end: int) -> int:
+        """Where a turn's own words end: before the special tokens that its template closes it with."""
+        while bare := text[begin:end].rstrip():
+            mark = next((mark for mark in self._specials if bare.endswith(mark)), None)
+            if mark is None:
+                break
+            end = begin + len(bare) - len(mark)
+        return end
+
     def _texts(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> list[Rendered]:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:

@@ -125,7 +125,7 @@ class Checkpoints:
         for optimizer, groups in zip(optimizers, settings, strict=True):
             for group, setting in zip(optimizer.param_groups, groups, strict=True):
                 group.update(setting)  # the recipe's, which may be new ones with `resume: anyway`
-        _set_random_state(state["random"][f"rank{rank()}"], next(module.parameters()).device)
+        set_random_state(state["random"][f"rank{rank()}"], next(module.parameters()).device)
 
     def _settle(self, progress: Progress) -> None:
         """Links and number of checkpoints as they should be with this one the newest; a kill may have come between."""
@@ -145,10 +145,10 @@ def _distributed() -> bool:
 def _state(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
     weights, optimizer_state = get_state_dict(module, optimizers)
     device = next(module.parameters()).device
-    return {"model": weights, "optimizers": optimizer_state, "random": {f"rank{rank()}": _random_state(device)}}
+    return {"model": weights, "optimizers": optimizer_state, "random": {f"rank{rank()}": random_state(device)}}
 
 
-def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
+def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """Of the CPU and of the device the run is on."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -158,7 +158,7 @@ def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
     return state
 
 
-def _set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

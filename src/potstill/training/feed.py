@@ -12,7 +12,7 @@ from typing import Any
 from potstill.config import Recipe
 from potstill.data import Encoder, Prefetched, StoppedWaiting, Window
 from potstill.models import LanguageModel
-from potstill.rollouts.buffer import Buffer, Layout, load_saved
+from potstill.rollouts.buffer import Buffer, Layout, load_saved, settings_of
 from potstill.rollouts.drafts import Drafts, Kind
 from potstill.rollouts.engine import Engine
 from potstill.rollouts.prompts import Answers, Prompter, stop_ids, tokenizer_stop_ids
@@ -79,6 +79,12 @@ def open_feed(
 ) -> Feed:
     """From where `progress` says. `folder`: of the run; `checkpoint`: the one it goes on from. `interrupted`: whether to stop
     waiting (StoppedWaiting), for a server that is away, say."""
+    if progress.data is not None and ("draft" in progress.data) != recipe.policy.writes:
+        then, now = ("is written", "is not") if "draft" in progress.data else ("is not written", "is")
+        raise PotstillError(
+            f"policy: the text of the run in {folder} {then}, and the recipe's {now}: its place in the data means nothing; "
+            "choose another folder with run="
+        )
     if recipe.policy.writes:
         return _written(recipe, parts, progress, folder, checkpoint, interrupted)
     source = parts.windows(progress.data)
@@ -100,14 +106,10 @@ def _written(
     interrupted: Interrupted,
 ) -> Feed:
     state = progress.data
+    layout = _layout(recipe, parts)
+    _check_state(recipe, layout, state)
     engines = open_engines(recipe, parts, folder, progress.step)
     drafts = Prefetched(open_drafts(recipe, parts, None if state is None else state["draft"]), AHEAD)
-    layout = Layout(
-        recipe.train.batch_size,
-        recipe.train.micro,
-        0 if parts.student.tokenizer.pad_token_id is None else int(parts.student.tokenizer.pad_token_id),
-        recipe.data.packing,
-    )
     other = parts.writer is not None and not parts.writer_shares_tokens
     buffer = Buffer(
         drafts,
@@ -126,6 +128,7 @@ def _written(
         waiting=[] if checkpoint is None else load_saved(checkpoint),
         taken=0 if state is None else state["taken"],
         translates=other,
+        last=progress.total_steps,
     )
     pool = ThreadPoolExecutor(PREPARING, "prepare")
     feed = Feed((_ahead(window, parts.teachers, pool, interrupted) for window in buffer), buffer)
@@ -133,6 +136,24 @@ def _written(
     feed.closing(lambda: pool.shutdown(cancel_futures=True))
     feed.closing(buffer.close)
     return feed
+
+
+def _layout(recipe: Recipe, parts: Parts) -> Layout:
+    pad = parts.student.tokenizer.pad_token_id
+    return Layout(recipe.train.batch_size, recipe.train.micro, 0 if pad is None else int(pad), recipe.data.packing)
+
+
+def _check_state(recipe: Recipe, layout: Layout, state: dict[str, Any] | None) -> None:
+    """A generation that was begun goes on as it was begun."""
+    if state is None or not state["taken"]:
+        return
+    then, now = state["settings"], settings_of(recipe.policy, layout)
+    changed = [f"{key} {then.get(key)} → {value}" for key, value in now.items() if then.get(key) != value]
+    if changed:
+        raise PotstillError(
+            f"the checkpoint stands within a generation that was written with other settings ({'; '.join(changed)}): go on "
+            "from a checkpoint at the end of one, or choose another folder with run="
+        )
 
 
 def open_drafts(recipe: Recipe, parts: Parts, state: dict[str, Any] | None) -> Drafts:

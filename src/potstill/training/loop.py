@@ -21,7 +21,7 @@ from potstill.recipe import load_recipe
 from potstill.sections import value_at
 from potstill.teachers.several import Prepared
 from potstill.teachers.weighing import ask, complete
-from potstill.training.checkpoint import Progress
+from potstill.training.checkpoint import Progress, random_state, set_random_state
 from potstill.training.diagnosis import diagnose, refuse_broken_weights
 from potstill.training.feed import count_steps, open_feed
 from potstill.training.metrics import Stopwatch, peak_memory_bytes, watchers
@@ -46,10 +46,10 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
 
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
-        for teacher in parts.teachers:
-            stack.callback(teacher.close)
         waiting = open_feed(recipe, parts, progress, run.folder, run.checkpoint, lambda: stop.signal is not None)
         feed = stack.enter_context(waiting)
+        for teacher in parts.teachers:  # before the feed, whose threads may wait for a server
+            stack.callback(teacher.close)
         for watcher in watching:
             watcher.started(run)
             stack.callback(watcher.ended, run)
@@ -64,19 +64,27 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
             for watcher in watching:
                 watcher.saved(run, run.checkpoint)
 
+        random = random_state(parts.device)
         while run.step < run.total_steps and not run.stopped_by:
             try:
                 with clock.of("data"):
                     following = next(feed, None)
+                if following is None and recipe.policy.writes and recipe.train.epochs is not None:
+                    run.total_steps = (
+                        run.step
+                    )  # some answers had nothing in them: there are fewer steps than were counted
+                    save()
+                    break
                 if following is None:
                     raise PotstillError(
                         f"data: it ended after step {run.step} of {run.total_steps}: there is less of it than when the run "
                         "began; put back what was there, or begin anew with run="
                     )
-                window = following.window
+                window, random = following.window, random_state(parts.device)
                 metrics = optimizer_step(recipe, parts, following, run, clock)
             except StoppedWaiting:  # for a server that is away, say. The step is not taken
                 run.stopped_by = stop.signal
+                set_random_state(random, parts.device)  # its first micro-batches may have drawn dropout
                 if run.step and run.checkpoint != checkpoints.at(run.step):
                     save()
                 break

@@ -120,6 +120,7 @@ def assemble(recipe: Recipe) -> Parts:
         student.model.base_model.compile()
     module = StudentLoss(student).train()
     optimizers = make_optimizers(student.model, student.model.get_output_embeddings(), recipe.train.optimizer)
+    own_text = _own_text(recipe, student, faculty)
     held_out: list[Batch] = []
 
     def windows(state: dict[str, Any] | None) -> Windows:
@@ -139,8 +140,8 @@ def assemble(recipe: Recipe) -> Parts:
         if not held_out:
             held_out.extend(evaluation_batches(recipe.eval.data, student, recipe.eval.batch_size, recipe.eval.examples))
         result = evaluate(student, faculty.live[0] if faculty.live else None, held_out, device)
-        if recipe.eval.own_texts:
-            result |= _own_text(recipe, student, faculty)
+        if own_text is not None:
+            result |= own_text()
         return {**result, "samples": complete(student, recipe.eval.prompts, recipe.eval.max_new_tokens)}
 
     precision = recipe.train.precision
@@ -161,13 +162,14 @@ def assemble(recipe: Recipe) -> Parts:
     )
 
 
-def _own_text(recipe: Recipe, student: LanguageModel, faculty: Faculty) -> dict[str, Any]:
-    assert recipe.eval is not None
+def _own_text(recipe: Recipe, student: LanguageModel, faculty: Faculty) -> OwnText | None:
+    if recipe.eval is None or not recipe.eval.own_texts:
+        return None
     if not faculty.live:
         raise PotstillError(
-            "eval.own_texts needs a live teacher (model) with the student's tokenizer to be compared with"
+            "eval.own_texts needs a live teacher (model) with the student's tokenizer to be compared with: set it to 0"
         )
-    measure = OwnText(
+    return OwnText(
         student,
         faculty.live[0],
         recipe.eval.data,
@@ -176,7 +178,6 @@ def _own_text(recipe: Recipe, student: LanguageModel, faculty: Faculty) -> dict[
         max_new_tokens=recipe.policy.sampling.max_new_tokens,
         batch_size=recipe.eval.batch_size,
     )
-    return measure()
 
 
 CountSteps = Callable[[Recipe, Parts, Callable[[int], None]], int]

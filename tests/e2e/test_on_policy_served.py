@@ -1,0 +1,49 @@
+"""The student writes, and its teacher is behind a server that comes and goes."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes_killed import Process
+from served import Served
+from tiny_runs import TinyRuns, lines, metrics, steps_on_disk
+
+import potstill
+
+pytestmark = pytest.mark.e2e
+
+POLICY = {"on_policy": 0.6, "prompt_tokens": 6, "sampling": {"max_new_tokens": 8}, "num_generations": 2}
+
+
+def recipe(runs: TinyRuns, name: str, server: Served, *options: str, **policy: Any) -> Path:
+    student = runs.recipe("x").student.model_dump(by_alias=True)
+    student["config"]["attention_dropout"] = 0.0  # what a step that was not finished drew of it is not put back
+    teacher = {"server": server.address, "remote": {"kind": "top_k", "k": 16}}
+    return runs.file(name, *options, student=student, teachers=[teacher], policy=POLICY | policy)
+
+
+@pytest.mark.parametrize("generations", [1, 2])
+def test_a_run_that_waits_for_its_server_ends_when_told_and_goes_on_later(runs: TinyRuns, generations: int) -> None:
+    options = ["train.steps=80", "checkpoint.every=null"]
+    policy = {"steps_per_generation": generations, "max_staleness": generations - 1}
+    with Served(runs.teacher) as server:
+        undisturbed = potstill.train(recipe(runs, "whole", server, *options, **policy)).folder
+        process = Process(recipe(runs, "waits", server, *options, **policy), runs.folder / "waits")
+        process.wait_for(lambda: process.steps() >= 3)
+        server.kill()
+        process.wait_for(lambda: "waiting for the server" in process.said())
+        process.send(signal.SIGTERM)
+        code, said = process.end()
+        assert code == 0, said
+        (saved,) = steps_on_disk(runs.folder / "waits")
+        assert saved == len(lines(runs.folder / "waits" / "metrics.jsonl")) >= 3
+        server.restart()
+        potstill.train(recipe(runs, "waits", server, *options, **policy))
+    # A server puts requests together as they come, so that its numbers differ by rounding, and in time so do drawn tokens.
+    ours, theirs = metrics(runs.folder / "waits"), metrics(undisturbed)
+    assert [line["step"] for line in ours] == list(range(1, 81))
+    for mine, other in zip(ours[: saved + 4], theirs[: saved + 4], strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3) and mine["tokens"] == other["tokens"]
