@@ -184,3 +184,42 @@ def test_by_drawn_tokens_what_older_weights_drew_is_corrected(runs: TinyRuns) ->
     assert (
         all(0 < line["ratio_mean"] < 4 for line in found) and 5 * found[0]["behaviour_gap"] < found[1]["behaviour_gap"]
     )
+
+
+def test_a_run_that_goes_on_with_other_settings_says_what_cannot_be(runs: TinyRuns) -> None:
+    three = OWN | {"steps_per_generation": 3, "max_staleness": 2}
+    potstill.train(runs.recipe("run", "train.steps=4", policy=three))
+    anyway = ["train.steps=6", "checkpoint.resume=anyway"]
+    with pytest.raises(
+        PotstillError, match=r"within a generation that was written with other settings \(policy.num_gen"
+    ):
+        potstill.train(runs.recipe("run", *anyway, policy=three | {"num_generations": 2}))
+    with pytest.raises(PotstillError, match=r"the text of the run in .* is written, and the recipe's is not"):
+        potstill.train(runs.recipe("run", *anyway))
+    potstill.train(runs.recipe("run", *anyway, policy=three))
+    assert [line["step"] for line in metrics(runs.folder / "run")] == [1, 2, 3, 4, 5, 6]
+    potstill.train(runs.recipe("read", "train.steps=2"))
+    with pytest.raises(PotstillError, match=r"the text of the run in .* is not written, and the recipe's is"):
+        potstill.train(runs.recipe("read", *anyway, policy=OWN))
+
+
+def test_an_error_of_a_teacher_ends_a_run_with_its_steps_saved(runs: TinyRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    from potstill.teachers.live import LiveTeacher
+
+    asked = LiveTeacher.targets
+
+    def targets(self: Any, batch: Any, prepared: Any = None) -> Any:
+        calls.append(batch)
+        if len(calls) == 6:  # the second micro-batch of the third step
+            raise PotstillError("the teacher is gone")
+        return asked(self, batch, prepared)
+
+    calls: list[Any] = []
+    potstill.train(runs.recipe("whole", policy=OWN))
+    monkeypatch.setattr(LiveTeacher, "targets", targets)
+    options = ["checkpoint.every=null"]
+    with pytest.raises(PotstillError, match="the teacher is gone; the run is saved at step 2"):
+        potstill.train(runs.recipe("run", *options, policy=OWN))
+    monkeypatch.undo()
+    potstill.train(runs.recipe("run", *options, policy=OWN))
+    assert_same_run(runs.folder / "run", runs.folder / "whole")  # also what dropout had drawn of the third

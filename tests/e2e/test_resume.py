@@ -330,6 +330,6 @@ def test_fewer_steps_than_were_taken_are_refused(finished: TinyRuns) -> None:
 def test_a_run_goes_on_where_the_device_has_other_random_state(runs: TinyRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint from a CPU read on a device with a random state of its own, which the checkpoint does not have."""
     potstill.train(runs.recipe("run", "train.steps=2"))
-    real = checkpoint._random_state
-    monkeypatch.setattr(checkpoint, "_random_state", lambda device: {**real(device), "cuda": real(device)["cpu"]})
+    real = checkpoint.random_state
+    monkeypatch.setattr(checkpoint, "random_state", lambda device: {**real(device), "cuda": real(device)["cpu"]})
     assert potstill.train(runs.recipe("run", "train.steps=2")).step == 2

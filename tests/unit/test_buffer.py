@@ -98,11 +98,11 @@ class Made:
         )
 
     def windows(self, count: int, start: int = 0) -> list[Any]:
-        found = []
-        for step in range(start, start + count):
-            found.append(next(self.buffer))
-            self.buffer.advance(step + 1)
-        return found
+        found: list[Any] = []
+        while len(found) < count:
+            found += next(self.buffer)
+            self.buffer.advance(start + len(found))
+        return found[:count]
 
 
 def policy(**keys: Any) -> PolicyConfig:
@@ -212,7 +212,7 @@ def test_what_was_written_is_in_a_checkpoint_and_no_text_is_lost_or_used_twice(t
 
 def test_the_last_generation_of_the_epochs_may_be_smaller(tmp_path) -> None:
     made = Made(tmp_path / "x.jsonl", policy(), epochs=1, records=10)
-    windows = list(made.buffer)
+    windows = [window for generation in made.buffer for window in generation]
     assert [sum(len(b.examples) for b in w.batches) for w in windows] == [4, 4, 2]
     prompts = [e.text.split(" is ")[0] for w in windows for b in w.batches for e in b.examples]
     assert sorted(prompts) == sorted(f"Question {i}" for i in range(10))
@@ -253,7 +253,7 @@ def test_a_student_that_writes_nothing_is_told_of(tmp_path) -> None:
     made = Made(tmp_path / "x.jsonl", policy())
     made.buffer._writers = {"student": object.__new__(Silent)}
     made.buffer._writers["student"].version = 0
-    with pytest.raises(PotstillError, match="nothing was written in 17 steps in a row"):
+    with pytest.raises(PotstillError, match="nothing was written in 17 generations in a row"):
         next(made.buffer)
 
 
@@ -286,7 +286,10 @@ def recipe(policy_keys, teachers=({"model": "shipped:teacher"},), **sections) ->
             {"num_generations": 2, "generation_batch_size": 3, "steps_per_generation": 2, "max_staleness": 1},
             "a generation has 16 rows (train.batch_size 8 × steps_per_generation 2): generation_batch_size 8 would fit",
         ),
-        ({"steps_per_generation": 4}, "up to 3 steps old, and max_staleness is 0: raise the one or lower the other"),
+        (
+            {"steps_per_generation": 4},
+            "max_staleness is 0: set max_staleness to 3, or steps_per_generation to 1",
+        ),
         ({"teacher_writes": 0.5}, "are shares of the same prompts and sum to more than 1"),
         ({"sampling": {"max_new_tokens": 64}}, "leaves no room for a prompt in data.max_length 64"),
         ({"engine": {"server": "http://x"}}, "server goes with kind: vllm"),
@@ -314,3 +317,80 @@ def test_what_cannot_be_is_refused_when_the_recipe_loads() -> None:
     load_recipe(recipe({"on_policy": 0.5}, teachers=[{"model": "shipped:teacher", "cache": "c"}]))
     with pytest.raises(PotstillError, match="sampled_reverse_kl learns from tokens that the student drew itself"):
         load_recipe(recipe({"on_policy": 0.5}, loss={"divergence": "sampled_reverse_kl"}))
+
+
+def test_shares_that_miss_one_by_rounding_leave_nothing_to_the_data_set() -> None:
+    alone = {"data": {"sources": [{"files": "x.jsonl", "prompt": "q"}], "max_length": 64}}
+    loaded = load_recipe(recipe({"on_policy": 0.7, "teacher_writes": 0.3}, **alone))
+    assert loaded.policy.data_share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("policy_keys", "sections", "words"),
+    [
+        ({"on_policy": 1}, {"loss": {"kd_weight": 0, "ce_weight": 1}}, "all text is the student's own"),
+        (
+            {"on_policy": 1, "sampling": {"temperature": 0, "max_new_tokens": 8}},
+            {"loss": {"divergence": "sampled_reverse_kl"}},
+            "policy.sampling.temperature 0 draws none",
+        ),
+        (
+            {"on_policy": 1, "num_generations": 2, "sampling": {"temperature": 0, "max_new_tokens": 8}},
+            {},
+            "writes the same answer so many times",
+        ),
+        (
+            {"teacher_writes": 1},
+            {"teachers": [{"model": "shipped:teacher", "prompt": "hint"}]},
+            "the first teacher has a prompt of its own",
+        ),
+        ({"on_policy": 1, "sampling": {"stop": [""], "max_new_tokens": 8}}, {}, "policy.sampling.stop[0]"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_what_would_teach_nothing_or_something_else_is_refused(policy_keys, sections, words) -> None:
+    with pytest.raises(PotstillError) as refused:
+        load_recipe(recipe(policy_keys) | sections)
+    assert words in str(refused.value)
+
+
+def test_texts_that_were_written_for_other_prompts_are_not_used(tmp_path) -> None:
+    first = Made(tmp_path / "x.jsonl", policy(max_staleness=1))
+    before = first.windows(2)
+    first.buffer.save(tmp_path, before[-1].state)
+    first.buffer.close()
+    (saved,) = load_saved(tmp_path)
+    changed = Made(tmp_path / "x.jsonl", policy(max_staleness=1), state=before[-1].state, waiting=[saved], version=2)
+    changed.engine.calls.clear()
+    same = changed.windows(1)
+    assert len(changed.engine.calls) == 1  # the one after it, ahead
+    other = Made(tmp_path / "y.jsonl", policy(max_staleness=1), records=39, version=2, waiting=[saved])
+    assert texts(other.windows(1)) != texts(same) and len(other.engine.calls) == 2
+
+
+def test_an_engine_that_fails_ahead_does_not_take_the_checkpoint_with_it(tmp_path) -> None:
+    class Failing(Counting):
+        def generate(self, asked):
+            if len(self.calls) == 2:
+                raise PotstillError("the engine broke")
+            return super().generate(asked)
+
+    made = Made(tmp_path / "x.jsonl", policy(max_staleness=1))
+    broken = Failing(made.policy, copies=True)
+    made.buffer._writers = {"student": broken}
+    windows = made.windows(2)
+    made.buffer.save(tmp_path, windows[-1].state)
+    assert load_saved(tmp_path) == []
+    with pytest.raises(PotstillError, match="the engine broke"):
+        next(made.buffer)
+
+
+def test_a_file_of_empty_prompts_is_told_of_after_two_passes(tmp_path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text('{"q": "", "a": "x"}\n' * 5)
+    made = Made(path, policy())
+    made.buffer._drafts = iter(made.drafts())
+    kinds = made.drafts()
+    kinds._prompters["student"] = lambda piece: None
+    with pytest.raises(PotstillError, match="in all of 11 records there was nothing to go on from"):
+        next(kinds)

@@ -183,3 +183,41 @@ def test_every_eos_of_the_model_ends_a_text_and_in_chats_the_end_of_a_turn() -> 
     turn = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
     assert stop_ids(model, chats=False) == tuple(sorted({11, 12, EOS}))
     assert stop_ids(model, chats=True) == tuple(sorted({11, 12, EOS, turn}))
+
+
+def test_a_prompt_is_never_cut_within_a_character() -> None:
+    (piece,) = pieces({"q": "語のテキスト 日本 and so on", "a": "x"}, prompt="q", completion="a")
+    whole = prompter()(piece)
+    for most in range(2, len(whole.ids)):
+        cut = prompter(most=most)(piece)
+        assert TOKENIZER.decode(cut.ids[1:]) == cut.text and len(cut.ids) == len(whole.ids) - cut.cut <= most
+
+
+def test_ids_that_no_token_has_end_an_answer_and_are_counted() -> None:
+    (piece,) = pieces({"q": "Two", "a": "x"}, prompt="q", completion="a")
+    made, prompt = answers(), prompter()(piece)
+    example = made.own(prompt, written(" and", len(TOKENIZER) + 3, 7), "student", 0)
+    assert example.ids.tolist() == [*prompt.ids, *written(" and").ids] and made.counts["unknown_ids"] == 1
+
+
+def test_of_a_teachers_answer_that_was_cut_the_end_of_the_turn_is_not_learnt() -> None:
+    (chat,) = pieces({"m": CHAT}, messages="m")
+    made = answers(tiny(), TOKENIZER)
+    whole = made.translated(prompter()(chat), written("Six legs", EOS))
+    cut = made.translated(prompter()(chat), written("Six legs", end="length"))
+    learnt = [TOKENIZER.decode(e.ids[e.supervised]) for e in (whole, cut)]
+    assert learnt[0].startswith("Six legs<|") and learnt[1] == "Six legs"
+    half = TOKENIZER("日", add_special_tokens=False).input_ids[:1]
+    broken = made.translated(prompter()(chat), written("Six ", *half, end="length"))
+    assert TOKENIZER.decode(broken.ids[broken.supervised]).strip() == "Six"  # no � is taught
+
+
+def test_an_answer_that_no_template_shows_keeps_its_place_and_teaches_nothing() -> None:
+    model = tiny()
+    model.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    (chat,) = pieces({"m": CHAT}, messages="m")
+    example = answers(model, TOKENIZER).translated(prompter()(chat), written("Two.", EOS))
+    assert len(example.ids) == 1 and not example.supervised.any()
+    assert collate([[example]], pad_id=0).supervised_tokens == 0

@@ -133,3 +133,13 @@ def test_a_model_that_forgets_what_it_read_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(LlamaModel, "forward", forgetful)
     with pytest.raises(PotstillError, match=r"the student \(llama\) says something else when it writes token by token"):
         engine(model)
+
+
+def test_a_special_token_can_be_a_stop_text() -> None:
+    model = tiny()
+    mark = model.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    with torch.no_grad():  # the likeliest of all, after a while
+        model.model.get_output_embeddings().weight[mark] *= 40
+    written = engine(model, {"max_new_tokens": 40, "stop": ["<|im_end|>"]}).generate(asks(0, 1, 3, 4))
+    hit = [text for text in written if mark in text.ids.tolist()]
+    assert hit and all(text.end == "stop" and text.ids.tolist().index(mark) == len(text.ids) - 1 for text in hit)

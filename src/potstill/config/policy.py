@@ -96,8 +96,13 @@ class PolicyConfig(Section):
         if self.max_staleness < self.steps_per_generation - 1:
             raise ValueError(
                 f"steps_per_generation {self.steps_per_generation} trains on texts that are up to "
-                f"{self.steps_per_generation - 1} steps old, and max_staleness is {self.max_staleness}: raise the one or lower "
-                "the other"
+                f"{self.steps_per_generation - 1} steps old, and max_staleness is {self.max_staleness}: set max_staleness to "
+                f"{self.steps_per_generation - 1}, or steps_per_generation to {self.max_staleness + 1}"
+            )
+        if self.sampling.temperature == 0 and self.num_generations > 1:
+            raise ValueError(
+                f"num_generations {self.num_generations} with sampling.temperature 0 writes the same answer so many times: set "
+                "one of them to 1"
             )
         return self
 

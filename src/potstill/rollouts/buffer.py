@@ -35,8 +35,10 @@ from potstill.types import Batch, Example, PotstillError
 FILE = "rollouts.safetensors"
 ENDS: tuple[Literal["eos", "stop", "length"], ...] = ("eos", "stop", "length")
 NGRAMS = (1, 2, 3)
-EMPTY_WINDOWS = 16  # in a row, after which a run gives up
-WRITTEN_COUNTS = ("cut_prompts", "cut_prompt_tokens", "written_examples", "written_tokens", "empty_answers")
+EMPTY_GENERATIONS = 16  # in a row, after which a run gives up
+WRITTEN_COUNTS = (
+    "cut_prompts", "cut_prompt_tokens", "written_examples", "written_tokens", "empty_answers", "unknown_ids",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Layout:
 
 
 class Buffer:
-    """An iterator of windows. `waiting`: generations that a checkpoint held; `taken`: slices of the first that were used;
-    `last`: optimizer steps of the run."""
+    """An iterator of generations, each as the windows of its steps. `waiting`: generations that a checkpoint held; `taken`:
+    slices of the first that were used; `last`: optimizer steps of the run."""
 
     def __init__(
         self,
@@ -94,13 +96,13 @@ class Buffer:
         self._pool = ThreadPoolExecutor(1, "rollouts") if policy.overlaps else None
         self._following: Future[Generation | None] | None = None
         self._present: Generation | None = None
-        self._windows = self._run()
+        self._generations = self._run()
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Iterator[list[Window]]:
         return self
 
-    def __next__(self) -> Window:
-        return next(self._windows)
+    def __next__(self) -> list[Window]:
+        return next(self._generations)
 
     def advance(self, version: int) -> None:
         """The student has new weights, after so many optimizer steps."""
@@ -127,7 +129,7 @@ class Buffer:
             return None
         return self._following.result()
 
-    def _run(self) -> Iterator[Window]:
+    def _run(self) -> Iterator[list[Window]]:
         empty = 0
         while (generation := self._next()) is not None:
             self._present = generation
@@ -138,17 +140,21 @@ class Buffer:
                 self._counts.update(generation.draft.counts)
                 self._counts.update(self._answers.counts)
             self._answers.counts.clear()
+            windows: list[Window] = []
             for number, some in enumerate(slices[self._taken :], self._taken + 1):
-                window = self._window(generation, some, None if number == len(slices) else number)
-                empty = 0 if any(batch.supervised_tokens for batch in window.batches) else empty + 1
-                if empty > EMPTY_WINDOWS:
-                    raise PotstillError(
-                        f"policy: nothing was written in {empty} steps in a row: every answer is empty. Is the student "
-                        "broken, or does policy.sampling.stop end every text at once?"
-                    )
-                if not empty:
-                    yield window
+                version = self._version + len(windows)  # when it is trained on
+                window = self._window(generation, some, None if number == len(slices) else number, version)
+                if any(batch.supervised_tokens for batch in window.batches):
+                    windows.append(window)
             self._taken = 0
+            empty = 0 if windows else empty + 1
+            if empty > EMPTY_GENERATIONS:
+                raise PotstillError(
+                    f"policy: nothing was written in {empty} generations in a row: every answer is empty. Is the student "
+                    "broken, or does policy.sampling.stop end every text at once?"
+                )
+            if windows:
+                yield windows
 
     def _next(self) -> Generation | None:
         """The generation to train on now; with overlap, the one after it is begun."""
@@ -161,7 +167,8 @@ class Buffer:
             draft = next(self._drafts, None)
             present = None if draft is None else self._written(draft, self._updated())
         self._following = None
-        begin = self._version + self._policy.steps_per_generation  # the step before which it would be trained on
+        # Steps that are done when it would be trained on.
+        begin = self._version + self._policy.steps_per_generation - self._taken
         if present is not None and (self._last is None or begin < self._last):
             self._following = self._pool.submit(self._ahead, self._updated())
         return present
@@ -216,8 +223,8 @@ class Buffer:
             return self._answers.translated(group.prompt, text)
         return self._answers.own(group.prompt, text, group.kind, version if group.kind == "student" else None)
 
-    def _window(self, generation: Generation, rows: Sequence[Row], taken: int | None) -> Window:
-        """`taken`: slices used of the generation after this one; None: all."""
+    def _window(self, generation: Generation, rows: Sequence[Row], taken: int | None, version: int) -> Window:
+        """`taken`: slices used of the generation after this one; None: all. `version`: of the student that it trains."""
         batches = laid_out([row.example for row in rows], self._layout)
         examples = [row.example for row in rows]
         tokens = sum(len(example.ids) for example in examples)
@@ -235,7 +242,7 @@ class Buffer:
         place: State = {"draft": draft.after, "taken": 0} if taken is None else {"draft": draft.before, "taken": taken}
         own = any(row.example.writer == "student" for row in rows)
         facts = about(texts) | (_about_generation(generation) if texts else {})
-        facts |= {"rollout_staleness": self._version - generation.version} if own else {}
+        facts |= {"rollout_staleness": version - generation.version} if own else {}
         state = {**place, "settings": settings_of(self._policy, self._layout), "counts": counts}
         return Window(batches, state, counts, draft.epoch, facts)
 

@@ -18,7 +18,6 @@ from potstill.rollouts.prompts import Prompt, Prompter
 from potstill.types import Example, PotstillError
 
 Kind = Literal["student", "teacher", "data"]
-BARREN = 100_000  # pieces in a row of which none can be used
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Drafts:
         wanted = self._policy.num_generations if kind == "data" else 1
         examples: list[Example] = []
         prompt: Prompt | None = None
-        barren = 0
+        unused, since = 0, -1  # pieces in a row of which none could be used, and the epoch of the first
         last: Place | None = None
         while wanted:
             following = next(self._pieces, None)
@@ -129,12 +128,12 @@ class Drafts:
                     counts["cut_prompts"] += prompt.cut > 0
                     counts["cut_prompt_tokens"] += prompt.cut
             wanted -= used
-            barren = 0 if used else barren + 1
             counts["dropped_examples"] += not used
-            if barren > BARREN:
-                raise PotstillError(
-                    f"data.sources: in {barren:,} records in a row there was nothing to go on from or to learn from"
-                )
+            since = place.block.epoch if not unused else since
+            unused = 0 if used else unused + 1
+            if unused and place.block.epoch > since + 1:
+                what = "learn from" if kind == "data" else "go on from: every prompt is empty"
+                raise PotstillError(f"data.sources: in all of {unused:,} records there was nothing to {what}")
         assert last is not None
         number, self._number = self._number, self._number + 1
         return Group(number, kind, prompt, tuple(examples)), last

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,6 +40,7 @@ class Faculty:
     teachers: Sequence[Teacher]
     live: Sequence[LiveTeacher]  # those whose model is in the process, to evaluate against
     notes: Sequence[str] = ()  # what their user should know
+    identities: list[str | None] = field(default_factory=list)  # fingerprints of those behind servers
     writer: LanguageModel | RemoteOrigin | None = None  # the first of them, where it can be asked to write
 
 
@@ -55,7 +56,7 @@ def open_teachers(
     configs: Sequence[TeacherConfig], student: LanguageModel, data: DataConfig, loss: LossConfig, device: torch.device
 ) -> Faculty:
     teachers: list[Teacher] = []
-    live, notes = [], []
+    live, notes, identities = [], [], []
     writer: LanguageModel | RemoteOrigin | None = None
     for index, config in enumerate(configs):
         where = f"teachers[{index}]"
@@ -63,6 +64,7 @@ def open_teachers(
         language_model = None if config.model is None else load_teacher(config, device, where)
         server = None if config.server is None else open_server(config, where)
         there = language_model or server
+        identities.append(None if server is None else server.identity.weights)
         writer = there if index == 0 else writer
         tokenizer = there.tokenizer if there is not None else opening.cached_tokenizer()
         reason = difference(student.tokenizer, tokenizer)
@@ -85,7 +87,7 @@ def open_teachers(
             teacher = model
         _check_several(teacher, config, loss, where)
         teachers.append(RoutedTeacher(teacher, config.only) if config.only else teacher)
-    return Faculty(teachers, live, notes, writer)
+    return Faculty(teachers, live, notes, identities, writer)
 
 
 def _check_several(teacher: Teacher, config: TeacherConfig, loss: LossConfig, where: str) -> None:

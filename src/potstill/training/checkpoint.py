@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Progress:
     best_step: int | None
     best_bits_per_byte: float | None
     kd_scale: float = 1.0  # as Run has it
+    teachers: list[str | None] = field(default_factory=list)  # fingerprints of those behind servers
 
 
 class Checkpoints:

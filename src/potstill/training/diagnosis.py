@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from potstill.training.student import LossKnobs
 
 
+class Diverged(PotstillError):
+    """A step that would have led to numbers that are none."""
+
+
 @torch.no_grad()
 def diagnose(loss: LossConfig, parts: Parts, prepared: Prepared, knobs: LossKnobs, step: int) -> str:
     """One sentence: step, micro-batch, documents, and the likely cause."""

@@ -24,7 +24,7 @@ from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.several import Prepared, prepared
 from potstill.training.checkpoint import Progress
 from potstill.training.setup import Parts
-from potstill.types import PotstillError, Teacher
+from potstill.types import Batch, PotstillError, Teacher
 
 PREPARING = 4  # micro-batches of a step that teachers make ready at once
 AHEAD = 2  # drafts that wait to be written
@@ -130,8 +130,9 @@ def _written(
         translates=other,
         last=progress.total_steps,
     )
-    pool = ThreadPoolExecutor(PREPARING, "prepare")
-    feed = Feed((_ahead(window, parts.teachers, pool, interrupted) for window in buffer), buffer)
+    at_once = max([PREPARING, *(teacher.ahead for teacher in parts.teachers)])
+    pool = ThreadPoolExecutor(at_once, "prepare")
+    feed = Feed(_ahead(buffer, parts.teachers, pool, interrupted), buffer)
     feed.closing(drafts.close)
     feed.closing(lambda: pool.shutdown(cancel_futures=True))
     feed.closing(buffer.close)
@@ -259,10 +260,20 @@ class _Pending(Sequence[Sequence[Any]]):
                     raise StoppedWaiting from None
 
 
-def _ahead(window: Window, teachers: Sequence[Teacher], pool: ThreadPoolExecutor, interrupted: Interrupted) -> Prepared:
-    """Later micro-batches are made ready while earlier ones train."""
+def _ahead(
+    buffer: Buffer, teachers: Sequence[Teacher], pool: ThreadPoolExecutor, interrupted: Interrupted
+) -> Iterator[Prepared]:
+    """Later micro-batches are made ready while earlier ones train; and what is written for the next step already."""
 
-    def ready(batch: Any) -> list[Any]:
+    def ready(batch: Batch) -> list[Any]:
         return [teacher.prepare(batch) for teacher in teachers]
 
-    return Prepared(window, _Pending([pool.submit(ready, batch) for batch in window.batches], interrupted))
+    def begun(window: Window) -> Prepared:
+        return Prepared(window, _Pending([pool.submit(ready, batch) for batch in window.batches], interrupted))
+
+    for windows in buffer:
+        following = begun(windows[0])
+        for window in windows[1:]:
+            present, following = following, begun(window)
+            yield present
+        yield following

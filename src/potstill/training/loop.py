@@ -22,7 +22,7 @@ from potstill.sections import value_at
 from potstill.teachers.several import Prepared
 from potstill.teachers.weighing import ask, complete
 from potstill.training.checkpoint import Progress, random_state, set_random_state
-from potstill.training.diagnosis import diagnose, refuse_broken_weights
+from potstill.training.diagnosis import Diverged, diagnose, refuse_broken_weights
 from potstill.training.feed import count_steps, open_feed
 from potstill.training.metrics import Stopwatch, peak_memory_bytes, watchers
 from potstill.training.optimizer import lr_factor, set_lr
@@ -64,6 +64,13 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
             for watcher in watching:
                 watcher.saved(run, run.checkpoint)
 
+        def keep() -> bool:
+            """Save what is not saved yet; whether there was something."""
+            new = run.step > 0 and run.checkpoint != checkpoints.at(run.step)
+            if new:
+                save()
+            return new
+
         random = random_state(parts.device)
         while run.step < run.total_steps and not run.stopped_by:
             try:
@@ -85,9 +92,17 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
             except StoppedWaiting:  # for a server that is away, say. The step is not taken
                 run.stopped_by = stop.signal
                 set_random_state(random, parts.device)  # its first micro-batches may have drawn dropout
-                if run.step and run.checkpoint != checkpoints.at(run.step):
-                    save()
+                keep()
                 break
+            except Diverged:
+                raise
+            except (
+                PotstillError
+            ) as error:  # a server that stays away, a record that cannot be read: the steps so far are sound
+                set_random_state(random, parts.device)
+                if keep():
+                    raise PotstillError(f"{error}; the run is saved at step {run.step}") from error
+                raise
             run.step, run.counts = run.step + 1, window.counts
             feed.advance(run.step)
             progress = replace(
@@ -137,7 +152,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
         norm = torch.nn.utils.clip_grad_norm_(parts.module.parameters(), recipe.train.clip or math.inf)
         *totals, norm_value = read(torch.cat([sum_over_ranks(sums), norm.float().view(1)]))
         if not (math.isfinite(totals[0]) and math.isfinite(norm_value)):
-            raise PotstillError(diagnose(recipe.loss, parts, step, scaled, run.step + 1))
+            raise Diverged(diagnose(recipe.loss, parts, step, scaled, run.step + 1))
         lr = set_lr(parts.optimizers, lr_factor(run.step, run.total_steps, recipe.train.lr_schedule))
         for optimizer in parts.optimizers:
             optimizer.step()

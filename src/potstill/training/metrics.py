@@ -202,6 +202,25 @@ class Coverage(Callback):
             )
 
 
+class CutPrompts(Callback):
+    """Says once when most prompts are too long."""
+
+    def __init__(self, console: Console, num_generations: int) -> None:
+        self._console, self._each, self._said = console, num_generations, False
+
+    def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        cut, written = run.counts.get("cut_prompts", 0), run.counts.get("written_examples", 0) / self._each
+        if cut > 0.5 * written and not self._said:
+            self._said = True
+            self._console.print(
+                f"step {run.step}: {cut:,} of {written:,.0f} prompts were cut on the left, for data.max_length leaves no more "
+                "room before policy.sampling.max_new_tokens: raise the one or lower the other",
+                style="yellow",
+                highlight=False,
+                markup=False,
+            )
+
+
 def evaluation_line(evaluation: Mapping[str, Any]) -> str:
     parts = [f"{evaluation['bits_per_byte']:.4f} bits per byte", f"perplexity {evaluation['perplexity']:.2f}"]
     if evaluation["kl"] is not None:
@@ -225,5 +244,6 @@ def watchers(recipe: Recipe, console: Console) -> list[Callback]:
         (recipe.log.wandb is not None, lambda: Wandb(recipe.log.wandb or "", recipe)),
         (True, lambda: Display(console, recipe.log.every)),
         (bool(recipe.teachers), lambda: Coverage(console)),
+        (recipe.policy.writes, lambda: CutPrompts(console, recipe.policy.num_generations)),
     ]
     return [make() for wanted, make in makers if wanted]

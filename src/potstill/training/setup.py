@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ from potstill.types import Batch, PotstillError, Teacher
 RECIPE = "recipe.yaml"
 OTHER_FOLDER = "run= of a recipe, --out of the quickstart"
 # What may differ when a run goes on: it does not change the steps already taken.
-MAY_CHANGE = ("train.steps:", "train.device:", "checkpoint.", "eval.", "eval:", "log.", "run:")
+MAY_CHANGE = re.compile(
+    r"train\.(steps|device):|checkpoint\.|eval[.:]|log\.|run:|data\.workers:|teachers\.\d+\.(server|remote\.(concurrency|timeout|"
+    r"patience|token)):|policy\.engine\.(server|folder|batch_size):"
+)
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Parts:
     data: DataConfig  # as the teachers need it
     writer: LanguageModel | RemoteOrigin | None = None  # the first teacher, where it can be asked to write
     writer_shares_tokens: bool = True  # … in the student's own tokens
+    identities: list[str | None] = field(default_factory=list)  # of teachers behind servers: which model they are
     notes: Sequence[str] = ()  # what is worth a word before the first step
 
     def autocast(self) -> torch.autocast:
@@ -68,7 +73,7 @@ def open_run(recipe: Recipe) -> tuple[Run, Checkpoints]:
             f"{folder} holds a run already and checkpoint.resume is never: choose another folder ({OTHER_FOLDER})"
         )
     if used and recipe.checkpoint.resume == "auto":
-        changed = [c for c in changed_keys(load_recipe(folder / RECIPE), recipe) if not c.startswith(MAY_CHANGE)]
+        changed = [c for c in changed_keys(load_recipe(folder / RECIPE), recipe) if not MAY_CHANGE.match(c)]
         if changed:
             raise PotstillError(
                 f"{folder} holds a run with other settings ({'; '.join(changed)}): choose another folder ({OTHER_FOLDER}), or "
@@ -158,6 +163,7 @@ def assemble(recipe: Recipe) -> Parts:
         writer=faculty.writer,
         writer_shares_tokens=faculty.writer is not None
         and difference(student.tokenizer, faculty.writer.tokenizer) is None,
+        identities=faculty.identities,
         notes=faculty.notes,
     )
 
@@ -190,13 +196,20 @@ def resume(
     found = checkpoints.newest(lambda message: console.print(message, style="yellow", highlight=False, markup=False))
     if found is None:
         total = recipe.train.steps or _count_steps(recipe, parts, console, count_written)
-        progress = Progress(0, 0, None, {}, total, None, None)
+        progress = Progress(0, 0, None, {}, total, None, None, teachers=parts.identities)
     else:
         path, progress = found
         if recipe.train.steps is not None and recipe.train.steps < progress.step:
             raise PotstillError(
                 f"train.steps is {recipe.train.steps} and the run in {run.folder} is at step {progress.step} already: choose "
                 f"another folder ({OTHER_FOLDER})"
+            )
+        changed = [now for then, now in zip(progress.teachers, parts.identities, strict=False) if then != now]
+        if changed and recipe.checkpoint.resume == "auto":
+            raise PotstillError(
+                f"the run in {run.folder} began with another model behind its server ({progress.teachers}, now "
+                f"{parts.identities}): start the one it had again, choose another folder with run=, or go on all the same with "
+                "checkpoint.resume=anyway"
             )
         checkpoints.load(path, parts.module, parts.optimizers)
         if recipe.train.steps is not None:
