@@ -8,7 +8,7 @@ VLLM   := .venv-vllm
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-vllm lint format lock bench-loss bench-align clean
+.PHONY: help setup quickstart test test-slow test-vllm lint format lock bench-loss bench-align bench-on-policy clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,10 @@ bench-align: setup  ## alignment beside TRL's, and a step with another tokenizer
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c requirements.lock --no-build-isolation -e '.[bench]'
 	$(BIN)/python benchmarks/align.py
 	$(BIN)/python benchmarks/align_steps.py
+
+bench-on-policy: setup  ## on-policy steps beside TRL's, and the server under load; needs real tokenizers (POTSTILL_ASSETS)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c requirements.lock --no-build-isolation -e '.[bench]'
+	$(BIN)/python benchmarks/on_policy.py --work runs/bench-on-policy
 
 clean:  ## remove .venv, .venv-vllm, caches and build outputs; runs/ is kept
 	rm -rf $(VENV) $(VLLM) .venv-lock build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov

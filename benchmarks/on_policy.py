@@ -34,7 +34,14 @@ PAIRS: dict[str, dict[str, Any]] = {
     "quickstart": {"tokenizer": "shipped:tokenizers/bytes-2k", "teacher": (256, 5, 4), "student": (96, 2, 4)},
     "32k": {"tokenizer": "mistral_7b_v0_1", "teacher": (512, 8, 8), "student": (256, 4, 4)},
 }
-SIDES = ("potstill", "trl", "potstill, one call a micro-batch", "potstill, vllm")
+NAMES = {
+    "potstill": "potstill, transformers",
+    "trl": "TRL 1.16 GOLD, transformers",
+    "potstill, one call a micro-batch": "potstill, one call a micro-batch",
+    "potstill, vllm": "potstill, vLLM in the process",
+}
+PAGE = ROOT / "docs" / "on-policy.md"
+BEGIN, END = "<!-- table: speed -->", "<!-- end of speed -->"
 
 
 def shape(width: int, layers: int, heads: int) -> dict[str, int]:
@@ -88,15 +95,18 @@ def prepare(pair: str, work: Path) -> None:
     (work / pair / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def run_potstill(pair: str, side: str, work: Path, steps: int) -> list[float]:
+def run_potstill(pair: str, side: str, work: Path, steps: int) -> tuple[list[float], list[float]]:
+    """When each step was over, and how long its texts took to write."""
     import potstill
     from potstill.training.run import Callback
 
     times: list[float] = []
+    writing: list[float] = []
 
     class Clock(Callback):
         def stepped(self, run: Any, metrics: Any) -> None:
             times.append(time.perf_counter())
+            writing.append(metrics["rollout_seconds"])
 
     shutil.rmtree(work / "run", ignore_errors=True)
     engine: dict[str, Any] = {"kind": "vllm"} if side.endswith("vllm") else {}
@@ -127,7 +137,7 @@ def run_potstill(pair: str, side: str, work: Path, steps: int) -> list[float]:
         "log": {"tensorboard": False, "every": 1000},
     }
     potstill.train(recipe, [Clock()])
-    return times
+    return times, writing
 
 
 def run_trl(pair: str, work: Path, steps: int) -> list[float]:
@@ -193,15 +203,16 @@ def run_trl(pair: str, work: Path, steps: int) -> list[float]:
 
 
 def run_serve(work: Path, clients: int, seconds: float) -> dict[str, float]:
-    """Tokens a second of a teacher asked directly, and through `potstill serve` by several clients at once, in turns."""
+    """Tokens a second of a teacher asked directly, and through `potstill serve` by several clients at once, in turns. Documents
+    of 128 tokens, the top 64 and the rest of each; the model has one thread on both sides, the clients another core."""
     import numpy as np
     import torch
-    from potstill.teachers.client import Client
 
     from potstill.config import TeacherConfig
     from potstill.data import collate
     from potstill.models import load_teacher
     from potstill.teachers.codec import Format
+    from potstill.teachers.remote import open_server
     from potstill.teachers.signal import signal_of
     from potstill.types import Example
 
@@ -236,17 +247,17 @@ def run_serve(work: Path, clients: int, seconds: float) -> dict[str, float]:
     assert process.stdout is not None
     address = next(word for line in process.stdout for word in line.split() if word.startswith("http://"))
 
+    origins = [open_server(TeacherConfig(server=address), f"client {i}") for i in range(clients)]
+
     def served() -> float:
         done = [0] * clients
         end = time.perf_counter() + seconds
 
         def ask(which: int) -> None:
-            client = Client(address)
             mine = documents(8)
             while time.perf_counter() < end:
-                client.score(mine, form)
+                origins[which].server.score(form, mine)
                 done[which] += sum(e.supervised_tokens for e in mine)
-            client.close()
 
         threads = [threading.Thread(target=ask, args=(i,)) for i in range(clients)]
         begin = time.perf_counter()
@@ -260,6 +271,8 @@ def run_serve(work: Path, clients: int, seconds: float) -> dict[str, float]:
         served()
         pairs = [(bare(), served()) for _ in range(3)]
     finally:
+        for origin in origins:
+            origin.close()
         process.terminate()
         process.wait()
     return {"bare": max(b for b, _ in pairs), "served": max(s for _, s in pairs)}
@@ -273,8 +286,11 @@ def case(name: str, pair: str, work: Path, steps: int) -> None:
     if name == "serve":
         print(json.dumps(run_serve(work, 8, 10.0)))
         return
-    times = run_trl(pair, work, steps) if name == "trl" else run_potstill(pair, name, work, steps)
-    print(json.dumps({"seconds_per_step": (times[-1] - times[WARM - 1]) / (len(times) - WARM)}))
+    times, writing = (run_trl(pair, work, steps), []) if name == "trl" else run_potstill(pair, name, work, steps)
+    found = {"seconds_per_step": (times[-1] - times[WARM - 1]) / (len(times) - WARM)}
+    if writing:
+        found["seconds_writing"] = sum(writing[WARM:]) / (len(writing) - WARM)
+    print(json.dumps(found))
 
 
 def measured(name: str, pair: str, work: Path, steps: int, python: str) -> dict[str, float]:
@@ -319,23 +335,38 @@ def main() -> None:
     for pair in options.pairs:
         prepare(pair, options.work)
         sides = [name for name in options.cases if name != "serve"] + (["potstill, vllm"] if options.vllm else [])
-        best: dict[str, float] = {}
+        best: dict[str, dict[str, float]] = {}
         for number in range(options.rounds):
             for side in sides:
                 python = options.vllm if side.endswith("vllm") else sys.executable
-                seconds = measured(side, pair, options.work, options.steps, python)["seconds_per_step"]
-                best[side] = min(best.get(side, seconds), seconds)
-                print(f"round {number + 1}, {pair}, {side}: {seconds:.3f} s a step", flush=True)
+                found = measured(side, pair, options.work, options.steps, python)
+                known = best.setdefault(side, found)
+                best[side] = {key: min(value, known[key]) for key, value in found.items()}
+                print(f"round {number + 1}, {pair}, {side}: {found}", flush=True)
         result["steps"].setdefault(pair, {}).update(best)
     if "serve" in options.cases:
         prepare("32k", options.work)
         result["serve"] = measured("serve", "32k", options.work, options.steps, sys.executable)
         print(f"serve: {result['serve']}")
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    write_docs(result)
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = ["| pair | | seconds a step | of them writing | against potstill's |", "|---|---|---|---|---|"]
     for pair, best in result["steps"].items():
-        ours = best.get("potstill")
-        for side, seconds in best.items():
-            print(f"{pair}: {side}: {seconds:.3f} s a step" + (f", {seconds / ours:.2f}×" if ours else ""))
+        ours = best["potstill"]["seconds_per_step"]
+        for side, found in best.items():
+            writing = f"{found['seconds_writing']:.2f}" if "seconds_writing" in found else "–"
+            ratio = found["seconds_per_step"] / ours
+            lines.append(f"| {pair} | {NAMES[side]} | {found['seconds_per_step']:.2f} | {writing} | {ratio:.2f} × |")
+    return "\n".join(lines)
+
+
+def write_docs(result: dict[str, Any]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(result)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

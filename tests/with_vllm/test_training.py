@@ -115,3 +115,26 @@ def test_as_a_teacher_it_says_what_the_live_model_says(vllm_server: str, tmp_pat
                 target.tail.double().exp(), rest.exp(), rtol=0, atol=1e-5
             )  # one minus the others
     parts.teachers[0].close()
+
+
+def test_as_a_teacher_it_writes_what_the_live_model_writes(vllm_server: str, tmp_path: Path) -> None:
+    """Sequence-level distillation with the teacher behind vLLM: at temperature 0, the live model's own text."""
+    writes = {
+        "on_policy": 0.0,
+        "teacher_writes": 1.0,
+        "prompt_tokens": 12,
+        "sampling": {"max_new_tokens": 24, "temperature": 0.0},
+    }
+    server = {"server": vllm_server, "tokenizer": "shipped:teacher", "remote": {"kind": "top_k", "k": 8}}
+    found = []
+    for name, teacher in (("live", {"model": "shipped:teacher"}), ("served", server)):
+        loaded = load_recipe(recipe(tmp_path / name, teachers=[teacher], policy=writes, loss={"ce_weight": 1.0}))
+        parts = assemble(loaded)
+        with open_feed(loaded, parts, Progress(0, 0, None, {}, 1, None, None), tmp_path / name, None) as feed:
+            step = next(feed)
+        found.append(sorted(tuple(e.ids.tolist()) for batch in step.window.batches for e in batch.examples))
+        assert all(e.writer == "teacher" and e.behaviour is None for b in step.window.batches for e in b.examples)
+        parts.teachers[0].close()
+    assert found[0] == found[1] and len(found[0]) == 8
+    run = potstill.train(recipe(tmp_path / "run", teachers=[server], policy=writes, loss={"ce_weight": 1.0}))
+    assert run.step == 4 and run.counts["written_examples"] == 32
