@@ -19,7 +19,14 @@ from potstill.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, MORE_STEPS = 2, 3
-QUICK = ["train.batch_size=2", "eval.examples=4", "eval.max_new_tokens=4", "eval.every=null", "log.tensorboard=false"]
+QUICK = [
+    "train.batch_size=2",
+    "train.micro_batch_size=null",
+    "eval.examples=4",
+    "eval.max_new_tokens=4",
+    "eval.every=null",
+    "log.tensorboard=false",
+]
 
 
 def shorter(words: list[str]) -> list[str]:
