@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable
@@ -66,6 +67,27 @@ class Altered:
         changed = self.change(b"".join(parts), headers)
         answer = changed if isinstance(changed, Response) else Response(changed[0], begun["status"], changed[1])
         await answer(scope, receive, send)
+
+
+class Together:
+    """An application that answers requests of one address only when so many are there at once; `most`: that ever were."""
+
+    def __init__(self, application: Any, path: str, count: int, seconds: float = 20.0) -> None:
+        self.application, self.path, self.count, self.seconds = application, path, count, seconds
+        self.now = self.most = self.total = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] != self.path:
+            await self.application(scope, receive, send)
+            return
+        self.now, self.total = self.now + 1, self.total + 1
+        self.most = max(self.most, self.now)
+        for _ in range(int(self.seconds / 0.01)):
+            if self.most >= self.count:
+                break
+            await asyncio.sleep(0.01)
+        await self.application(scope, receive, send)
+        self.now -= 1
 
 
 class Completions:

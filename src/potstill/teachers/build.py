@@ -123,15 +123,31 @@ class Scribe:
     def add(self, pieces: Sequence[Piece], batch_tokens: int = BATCH_TOKENS) -> int:
         """Compute some documents. Gives how many have nothing to predict in them: they are stored as nothing, for else they
         would be missing for ever."""
-        read = self.text(pieces)
-        barren = [piece.key for piece, example in zip(pieces, read, strict=True) if example is None]
+        read, barren = self._read(pieces)
         if barren:
             self._pending.append(self._worker.submit(self._add_nothing, barren))
-        for some in by_tokens([example for example in read if example is not None], batch_tokens):
-            self.write(some)
+        for some in by_tokens(read, batch_tokens):
+            self._pending.append(self._write(some))
+            while len(self._pending) > max(WAITING, self.origin.at_once):
+                self._pending.popleft().result()
         return len(barren)
 
-    def write(self, examples: Sequence[Example]) -> None:
+    def start(self, pieces: Sequence[Piece], written: Sequence[Example], batch_tokens: int) -> list[Future[None]]:
+        """Begin with some documents, and with texts that are in the teacher's tokens already. Who waits for what is given
+        back, on whatever thread, finds them packed. Not to be called by two threads at once."""
+        read, barren = self._read(pieces)
+        begun = [self._worker.submit(self._add_nothing, barren)] if barren else []
+        for examples in (list(written), read):
+            begun += [self._write(some) for some in by_tokens(examples, batch_tokens)]
+        return begun
+
+    def _read(self, pieces: Sequence[Piece]) -> tuple[list[Example], list[str]]:
+        """Pieces in the teacher's tokens, and the keys of those with nothing to predict in them."""
+        read = self.text(pieces)
+        barren = [piece.key for piece, example in zip(pieces, read, strict=True) if example is None]
+        return [example for example in read if example is not None], barren
+
+    def _write(self, examples: Sequence[Example]) -> Future[None]:
         """Run the teacher on some documents, in its own tokens, and hand what it says to the thread that writes."""
         for example in examples:
             if example.ids.max() >= self.form.vocabulary:
@@ -140,9 +156,7 @@ class Scribe:
                     f"teacher has {self.form.vocabulary} ids"
                 )
         begun = self.origin.begin(self.form, examples)
-        while len(self._pending) >= max(WAITING, self.origin.at_once):
-            self._pending.popleft().result()
-        self._pending.append(self._worker.submit(lambda: self._add(examples, begun())))
+        return self._worker.submit(lambda: self._add(examples, begun()))
 
     def _add(self, examples: Sequence[Example], signal_rows: Signal) -> None:
         streams = encode(self.form, signal_rows)
@@ -206,9 +220,13 @@ class Scribe:
             self._worker.submit(self._flush).result()
             if not abandoned:
                 self.settle()
-        finally:
-            self._worker.shutdown()
+        except KeyboardInterrupt:  # what is there is kept, and nobody waits for the rest
             self.origin.close()
+            self._worker.submit(self._flush).result()
+            raise
+        finally:
+            self.origin.close()  # first: what waits for a server would hold the worker up
+            self._worker.shutdown()
 
 
 def _chat_kwargs(data: DataConfig, folder: Path) -> dict[str, Any]:
@@ -257,10 +275,10 @@ def build(
             done += sum(len(piece.text.encode()) for piece in missing)
             seconds = time.monotonic() - begin
             progress(Progress(scribe.documents, scribe.tokens, scribe.bytes, done, total // world, seconds))
+        scribe.close()
     except BaseException:
         scribe.close(abandoned=True)
         raise
-    scribe.close()
     return Built(scribe.documents, scribe.tokens, there, unpredictable, time.monotonic() - begin, scribe.rest)
 
 

@@ -175,6 +175,7 @@ class StudentTopK:
         there = [i for i, count in enumerate(counts) if count]
         given = np.split(ids, np.cumsum(counts)[:-1])
         answers = self._origin.ask(form, [batch.examples[i] for i in there], [given[i] for i in there])()
+        answers = answers or [no_rows(form)]
         logprobs, tail = (np.concatenate([answer[name] for answer in answers]) for name in ("logprobs", "tail"))
         target = TopKTarget(
             torch.from_numpy(ids).long(), torch.from_numpy(logprobs), torch.from_numpy(tail), form.vocabulary
@@ -189,6 +190,8 @@ class StudentTopK:
             hidden = self._student.hidden(batch, batch.rows.student)
         finally:
             model.train(training)
+        if not len(batch.rows):  # left out after it was read: other ranks may share the forward pass
+            return np.zeros((0, self._form.k), dtype=np.int32)
         target = self._student.at_rows(hidden, self._form.vocabulary)
         top = Format("top_k", self._form.vocabulary, k=self._form.k)
         ids: npt.NDArray[np.int32] = signal_of(top, target, batch.rows.labels, None)["ids"]
