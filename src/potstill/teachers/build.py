@@ -127,7 +127,7 @@ class Scribe:
         if barren:
             self._pending.append(self._worker.submit(self._add_nothing, barren))
         for some in by_tokens(read, batch_tokens):
-            self._pending.append(self._write(some))
+            self._pending.append(self.write(some))
             while len(self._pending) > max(WAITING, self.origin.at_once):
                 self._pending.popleft().result()
         return len(barren)
@@ -138,7 +138,7 @@ class Scribe:
         read, barren = self._read(pieces)
         begun = [self._worker.submit(self._add_nothing, barren)] if barren else []
         for examples in (list(written), read):
-            begun += [self._write(some) for some in by_tokens(examples, batch_tokens)]
+            begun += [self.write(some) for some in by_tokens(examples, batch_tokens)]
         return begun
 
     def _read(self, pieces: Sequence[Piece]) -> tuple[list[Example], list[str]]:
@@ -147,7 +147,7 @@ class Scribe:
         barren = [piece.key for piece, example in zip(pieces, read, strict=True) if example is None]
         return [example for example in read if example is not None], barren
 
-    def _write(self, examples: Sequence[Example]) -> Future[None]:
+    def write(self, examples: Sequence[Example]) -> Future[None]:
         """Run the teacher on some documents, in its own tokens, and hand what it says to the thread that writes."""
         for example in examples:
             if example.ids.max() >= self.form.vocabulary:
