@@ -99,6 +99,7 @@ class Completions:
         self.tokenize: Any = None  # of /tokenize; None: it has none
         self.asked: list[dict[str, Any]] = []
         self.failing = 0  # answers with 500 before it works again
+        self.defaults: tuple[str, ...] = ()  # sampling keys of its own, where a request does not name them
 
     @property
     def application(self) -> Starlette:
@@ -144,6 +145,8 @@ class Completions:
     def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
         ids, k = body["prompt"], body.get("logprobs") or 0
         rows = self._logprobs(ids)
+        if any(key not in body for key in self.defaults):
+            rows = torch.cat([rows[:-1], (3 * rows[-1:]).log_softmax(-1)])  # as they would be seen in what it writes
         written = len(ids) * 37 % rows.shape[1]  # a draw, which may be any token
         choice: dict[str, Any] = {"text": self.model.tokenizer.decode([written]), "logprobs": None}
         before = {"shifted": rows[1:], "hot": (rows / 3).log_softmax(-1)[:-1]}.get(self.way, rows[:-1])

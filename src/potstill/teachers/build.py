@@ -6,6 +6,7 @@ build that was killed, or spread over other processes, ends with the same conten
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ from potstill.data import Piece
 from potstill.files import MANIFEST, UNFINISHED
 from potstill.models import LanguageModel
 from potstill.teachers.codec import NOTHING, Signal, encode, to_bytes
-from potstill.teachers.origin import LiveOrigin, Origin, save_head
+from potstill.teachers.origin import CLOSE, LiveOrigin, Origin, save_head
 from potstill.teachers.reading import (
     TeacherText,
     as_cached,
@@ -40,6 +41,7 @@ from potstill.types import Example, PotstillError
 GROUP_PIECES = 2048  # sorted by length together
 SHARD_SECONDS = 60.0  # at most so much work is lost when a build is killed
 BATCH_TOKENS = 4096  # of a forward pass
+PROBE = "probe.json"  # of a server that does not say what its weights are: see openai.py
 WAITING = 4  # batches whose signal waits to be packed and written
 STALE_SECONDS = 600.0  # an unfinished file older than this has no writer any more
 
@@ -96,6 +98,7 @@ class Scribe:
             "piece_bytes": piece_bytes(data),
         }
         create(folder, identity, self._beside)
+        self._check_probe(folder)
         self.writer = Writer(folder)
         self._remove_stale(folder)
         self.documents = self.tokens = self.bytes = 0
@@ -112,6 +115,19 @@ class Scribe:
         self.origin.tokenizer.save_pretrained(folder / "tokenizer")
         if self.form.kind == "hidden":
             save_head(self.origin.head(self.form.vocabulary), folder / "head.safetensors")
+        if self.origin.probe is not None:
+            (folder / PROBE).write_text(json.dumps(list(self.origin.probe)), encoding="utf-8")
+
+    def _check_probe(self, folder: Path) -> None:
+        """That a server whose model has no fingerprint says of a text what it said when the cache was begun."""
+        if self.origin.probe is None or not (folder / PROBE).exists():
+            return
+        before, now = np.array(json.loads((folder / PROBE).read_text(encoding="utf-8"))), np.array(self.origin.probe)
+        if before.shape != now.shape or float(np.abs(before - now).mean()) > CLOSE:
+            raise PotstillError(
+                f"{folder} was built with another model than the server has now, though both are called "
+                f"{self.origin.identity.name}: choose another folder"
+            )
 
     @staticmethod
     def _remove_stale(folder: Path) -> None:

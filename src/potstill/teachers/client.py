@@ -45,6 +45,7 @@ class Server(Protocol):
     identity: Identity
     vocabulary: int
     request_tokens: int  # of documents that share a request; 0: each has its own
+    probe: Sequence[float] | None  # as the Origin's
     whole: bool  # gives hidden states, draws, likelihoods of any ids, and any temperature
 
     def format(self, store: StoreConfig) -> Format: ...
@@ -62,6 +63,7 @@ class PotstillServer:
     """A running `potstill serve`."""
 
     request_tokens = REQUEST_TOKENS
+    probe: Sequence[float] | None = None
     whole = True
 
     def __init__(self, connection: Connection, version: dict[str, Any]) -> None:

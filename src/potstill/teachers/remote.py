@@ -47,7 +47,7 @@ class RemoteOrigin:
     def __init__(self, server: Server, concurrency: int) -> None:
         self.server = server
         self.tokenizer, self.positions, self.identity = server.tokenizer, server.positions, server.identity
-        self.at_once = concurrency
+        self.probe, self.at_once = server.probe, concurrency
         self._asking = Asking(concurrency, lambda: server.connection.error("the run has ended"))
 
     def format(self, store: StoreConfig) -> Format:
