@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -538,12 +539,12 @@ def test_hidden_states_that_are_not_finite(honest, student, data):
 
 
 def test_no_step_is_taken_with_a_lie(honest, data, tmp_path):
-    """The run stops with the sentence, and the student is what it was."""
-    answered = []
+    """The run stops with the sentence, and goes on from there as if nothing had been: the student is what it was."""
+    answered, lying = [], [True]
 
     def change(body: bytes, headers: dict[str, str]) -> Any:
         answered.append(1)
-        if len(answered) <= 3:
+        if len(answered) <= 3 or not lying:
             return body, headers
         return changed(logprobs=poked(float("nan")))(body, headers)
 
@@ -553,14 +554,23 @@ def test_no_step_is_taken_with_a_lie(honest, data, tmp_path):
             "student": {"tokenizer": "shipped:tokenizers/bytes-2k", "config": student_config()},
             "teachers": [{"server": server.address, "remote": {"k": 8}}],
             "data": data.model_dump(),
-            "train": {"steps": 50, "batch_size": 2},
+            "train": {"steps": 8, "batch_size": 2},
             "checkpoint": {"every": 1},
             "log": {"tensorboard": False},
         }
         with pytest.raises(PotstillError, match="logprobs that are no numbers"):
             potstill.train(recipe)
-    steps = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert 0 < len(steps) < len(answered) and np.isfinite(steps).all()
+        told, steps = len(answered), losses_of(tmp_path / "run")
+        lying.clear()
+        runs = [potstill.train(recipe), potstill.train({**recipe, "run": str(tmp_path / "honest")})]
+    assert 0 < len(steps) < told and np.isfinite(steps).all()
+    ours, theirs = (safetensors.torch.load_file(Path(run.model) / "model.safetensors") for run in runs)
+    assert ours.keys() == theirs.keys() and all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "honest"), rel=1e-4)
+
+
+def losses_of(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def student_config() -> dict[str, Any]:
