@@ -47,6 +47,11 @@ def saying(answer: bytes | None) -> Iterator[tuple[str, threading.Event]]:
         one.close()
 
 
+def test_a_command_without_a_recipe_names_its_option() -> None:
+    with pytest.raises(PotstillError, match="--token-env: there is no environment variable NO_SUCH_VARIABLE"):
+        Connection("http://127.0.0.1:9", RemoteConfig(token="NO_SUCH_VARIABLE"), "MODEL")
+
+
 def connection(address: str, said: list[str] | None = None, **remote: object) -> Connection:
     lines = [] if said is None else said
     return Connection(address, RemoteConfig.model_validate({"patience": 5.0, **remote}), "teachers[0]", lines.append)

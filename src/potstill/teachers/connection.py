@@ -111,7 +111,7 @@ class Connection:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _refused(self, method: str, path: str, response: httpx.Response) -> Refused:
-        code, key = response.status_code, f"{self.where}.remote.token"
+        code, key = response.status_code, _token_key(self.where)
         what = f"{method} {path} is refused ({code}): {words_of(response)}"
         if code < 400:
             there = response.headers.get("location", "nowhere")
@@ -172,15 +172,20 @@ def sound_token(token: str) -> bool:
     return bool(token) and all("!" <= character <= "~" for character in token)
 
 
+def _token_key(where: str) -> str:
+    """What names the variable: a recipe's key, or the option of a command without one."""
+    return f"{where}.remote.token" if where.startswith("teachers") else "--token-env"
+
+
 def _token(variable: str, where: str) -> str:
     token = os.environ.get(variable, "").strip()
     if not token:
         raise PotstillError(
-            f"{where}.remote.token: there is no environment variable {variable}, which is to hold the server's token"
+            f"{_token_key(where)}: there is no environment variable {variable}, which is to hold the server's token"
         )
     if not sound_token(token):
         raise PotstillError(
-            f"{where}.remote.token: the environment variable {variable} holds spaces, or characters that are not ASCII, within "
+            f"{_token_key(where)}: the environment variable {variable} holds spaces, or characters that are not ASCII, within "
             "the token: set it to the token alone"
         )
     return token
