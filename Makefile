@@ -37,7 +37,7 @@ test-slow: setup  ## the slow tests
 
 test-vllm:  ## the tests with a real vLLM, in an environment of its own (3 minutes to install, the first time)
 	@PYTHON=$(PYTHON) tools/setup_vllm $(VLLM)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM)/bin/pytest -m vllm
+	POTSTILL_NEEDS_VLLM=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM)/bin/pytest -m vllm
 
 lint: setup  ## ruff: rules and format, nothing is changed
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable
@@ -68,6 +69,27 @@ class Altered:
         await answer(scope, receive, send)
 
 
+class Together:
+    """An application that answers requests of one address only when so many are there at once; `most`: that ever were."""
+
+    def __init__(self, application: Any, path: str, count: int, seconds: float = 20.0) -> None:
+        self.application, self.path, self.count, self.seconds = application, path, count, seconds
+        self.now = self.most = self.total = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] != self.path:
+            await self.application(scope, receive, send)
+            return
+        self.now, self.total = self.now + 1, self.total + 1
+        self.most = max(self.most, self.now)
+        for _ in range(int(self.seconds / 0.01)):
+            if self.most >= self.count:
+                break
+            await asyncio.sleep(0.01)
+        await self.application(scope, receive, send)
+        self.now -= 1
+
+
 class Completions:
     """An OpenAI-compatible server over a real model. `way` says how it gives log-probabilities of a prompt:
     vllm, echo (token ids), text (echo with tokens as text), shifted, ignoring, hot (another temperature), or plain wrong."""
@@ -77,6 +99,7 @@ class Completions:
         self.tokenize: Any = None  # of /tokenize; None: it has none
         self.asked: list[dict[str, Any]] = []
         self.failing = 0  # answers with 500 before it works again
+        self.defaults: tuple[str, ...] = ()  # sampling keys of its own, where a request does not name them
 
     @property
     def application(self) -> Starlette:
@@ -122,6 +145,8 @@ class Completions:
     def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
         ids, k = body["prompt"], body.get("logprobs") or 0
         rows = self._logprobs(ids)
+        if any(key not in body for key in self.defaults):
+            rows = torch.cat([rows[:-1], (3 * rows[-1:]).log_softmax(-1)])  # as they would be seen in what it writes
         written = len(ids) * 37 % rows.shape[1]  # a draw, which may be any token
         choice: dict[str, Any] = {"text": self.model.tokenizer.decode([written]), "logprobs": None}
         before = {"shifted": rows[1:], "hot": (rows / 3).log_softmax(-1)[:-1]}.get(self.way, rows[:-1])

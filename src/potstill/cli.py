@@ -151,6 +151,7 @@ def serve(
     trust_remote_code: TrustRemoteCode = False,
     max_body_mb: Annotated[float, typer.Option(help="Largest request.", min=0.001)] = 64.0,
     max_tokens: Annotated[int | None, typer.Option(help="Longest document; default: what the model reads.")] = None,
+    max_answer_mb: Annotated[float, typer.Option(help="Largest answer.", min=0.001)] = 1024.0,
     batch_tokens: BatchTokens = None,
 ) -> None:
     """Score text for students that train elsewhere: a teacher as an HTTP server.
@@ -162,7 +163,7 @@ def serve(
 
     run_server(
         model,
-        ServeOptions(host, port, token_env, max_body_mb, max_tokens, batch_tokens, __version__),
+        ServeOptions(host, port, token_env, max_body_mb, max_tokens, batch_tokens, max_answer_mb, __version__),
         dtype=dtype,
         device_name=device,
         revision=revision,

@@ -20,6 +20,7 @@ from potstill.losses import TopKTarget
 from potstill.models import LanguageModel, load_student, load_teacher
 from potstill.teachers import connection
 from potstill.teachers.build import build
+from potstill.teachers.inspect import verify
 from potstill.teachers.live import LiveTeacher
 from potstill.teachers.remote import open_server
 from potstill.teachers.several import open_teachers
@@ -73,6 +74,47 @@ def test_the_top_k_is_the_models(teacher, student, data, way, suffix, k):
         expected, _ = step(student, batches, [exact(live.targets(batch), k) for batch in batches])
         assert loss == pytest.approx(expected, rel=1e-4)
         found.close()
+
+
+@pytest.mark.parametrize("way", ["vllm", "echo"])
+def test_ids_that_the_tokenizer_does_not_have_take_no_part(teacher, student, data, tmp_path, way):
+    """A head is often padded: its rows beyond the tokenizer's ids may be anything, also likely."""
+    wide = load_teacher(TeacherConfig(model=str(make_model(tmp_path / "wide", seed=3))), CPU, "t")
+    wide.model.resize_token_embeddings(2051, mean_resizing=False)
+    batch, k = batches_of(data, student)[0], 16
+    with torch.no_grad():
+        head = wide.model.lm_head.weight
+        head[2048:] = head[:3] * 2
+    with Threaded(Completions(wide, "tiny", way).application) as server:
+        found = opened(server, student, data, k=k)
+        (target,) = targets_of(found, [batch])
+        z = wide.model.lm_head(wide.hidden(batch, batch.rows.teacher)).double()
+        assert (z.topk(k, -1).indices >= 2048).any()
+        logprobs, ids = z[:, :2048].log_softmax(-1).topk(k, -1)
+        tail = z[:, :2048].log_softmax(-1).scatter(-1, ids, -torch.inf).logsumexp(-1)
+        assert (target.ids == ids).double().mean() > 0.999
+        near = [torch.allclose(a.double(), b, atol=0.02) for a, b in ((target.logprobs, logprobs), (target.tail, tail))]
+        assert near == [True, True]
+        found.close()
+    made = Completions(wide, "tiny", way, most=k)
+    with Threaded(made.application) as server:
+        found = opened(server, student, data, k=k)
+        with pytest.raises(
+            PotstillError, match=r"rows for ids that its tokenizer does not have, .*: let the server give"
+        ):
+            found.prepare(batch)
+        found.close()
+
+
+@pytest.mark.parametrize(
+    ("way", "defaults"),
+    [("vllm", ("top_p", "top_k", "min_p", "repetition_penalty", "temperature")), ("echo", ("top_p", "temperature"))],
+)
+def test_a_models_own_sampling_defaults_do_not_apply(teacher, student, data, way, defaults):
+    made = Completions(teacher, "tiny", way)
+    made.defaults = defaults
+    with Threaded(made.application) as server:
+        opened(server, student, data).close()
 
 
 def exact(dense: Any, k: int) -> TopKTarget:
@@ -240,6 +282,19 @@ def test_a_cache_from_such_a_server(teacher, data, tmp_path):
         np.array_equal(ours.document(i).streams["ids"], theirs.document(i).streams["ids"]) for i in range(len(ours))
     ]
     assert np.mean(same) > 0.8  # two equal logits may change places
+
+
+def test_another_model_of_the_same_name_does_not_add_to_a_cache(teacher, data, tmp_path):
+    other = load_teacher(TeacherConfig(model=str(make_model(tmp_path / "other", seed=8))), CPU, "t")
+    made = Completions(teacher, "tiny")
+    with Threaded(made.application) as server:
+        config = config_of(server, cache=str(tmp_path / "c"), store={"k": 16})
+        first = build(open_server(config, "t"), StoreConfig(k=16), data, tmp_path / "c")
+        again = build(open_server(config, "t"), StoreConfig(k=16), data, tmp_path / "c")
+        assert first.documents == again.there > 10 and verify(tmp_path / "c").damage == []
+        made.model = other
+        with pytest.raises(PotstillError, match="was built with another model than the server has now, though both"):
+            build(open_server(config, "t"), StoreConfig(k=16), data, tmp_path / "c")
 
 
 def test_a_run_from_such_a_server(teacher, data, tmp_path):

@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,14 +35,14 @@ from potstill.teachers import connection
 from potstill.teachers.codec import Format
 from potstill.teachers.origin import format_of, identity_of_model, signal_of_examples
 from potstill.teachers.remote import open_server
-from potstill.teachers.scorer import Scorer
+from potstill.teachers.scorer import Busy, Job, Scorer
 from potstill.teachers.server import ServeOptions, Service, application
 from potstill.teachers.several import open_teachers
 from potstill.teachers.wire import Question, check_signal, read_answer, read_question, write_question
 from potstill.types import PotstillError
 
 TOP = Format("top_k", 2048, k=8, temperatures=(1.0, 2.0))
-TOKEN = {"POTSTILL_TEST_TOKEN": "open-sesame"}
+TOKEN = {"POTSTILL_TEST_TOKEN": "open-sesame\n"}  # as `$(cat file)` would not leave it, and a file of Docker's does
 AUTH = {"authorization": "Bearer open-sesame"}
 
 
@@ -80,8 +81,9 @@ def test_health_version_and_token(served, teacher):
     assert httpx.get(f"{served.address}/health").json() == {"status": "ok"}
     for path in ("/version", "/metrics", "/head", "/tokenizer"):
         refused = httpx.get(served.address + path)
-        assert refused.status_code == 401 and "bearer token" in refused.json()["error"]
-        assert httpx.get(served.address + path, headers={"authorization": "Bearer open-sesamf"}).status_code == 401
+        assert refused.status_code == 401 and "bearer token, and none was sent" in refused.json()["error"]
+        wrong = httpx.get(served.address + path, headers={"authorization": "Bearer open-sesamf"})
+        assert wrong.status_code == 401 and "this is not it" in wrong.json()["error"]
     version = httpx.get(f"{served.address}/version", headers=AUTH).json()
     identity = identity_of_model(teacher, "x")
     assert version["weights"] == identity.weights and version["tokenizer"] == identity.tokenizer
@@ -114,9 +116,9 @@ def test_it_answers_what_the_model_says(served, teacher, form):
     answer = httpx.post(f"{served.address}/score", content=body, headers=AUTH)
     assert answer.status_code == 200, answer.text
     found = read_answer(answer.content, form, sum(e.supervised_tokens for e in some))
-    for i, name in [(0, "x-potstill-weights"), (1, "x-potstill-tokenizer")]:
-        identity = identity_of_model(teacher, "x")
-        assert answer.headers[name] == (identity.weights, identity.tokenizer)[i]
+    identity = identity_of_model(teacher, "x")
+    for part in ("weights", "tokenizer", "dtype", "template"):
+        assert answer.headers[f"x-potstill-{part}"] == str(getattr(identity, part))
     expected = signal_of_examples(teacher, form, some, wanted)
     for name, values in expected.items():
         if values.dtype.kind == "i" and form.kind != "top_k":
@@ -161,6 +163,7 @@ def test_what_it_refuses(served):
         {"rest": 10**6},
         {"k": 0},
         {"k": True},
+        {"temperatures": [1.0 + i for i in range(17)]},
         {"more": 1},
     ):
         body = asked()
@@ -169,7 +172,19 @@ def test_what_it_refuses(served):
         code, words = post(safetensors.numpy.save(safetensors.numpy.load(body), metadata=about))
         assert code == 400 and "format" in words, odd
     assert "given must be int32" in post(asked(Format("given", 2048, k=3)))[1]
-    assert httpx.get(f"{served.address}/score", headers=AUTH).status_code == 405
+    twice = np.tile(np.array([5, 6, 5], np.int32), (sum(e.supervised_tokens for e in examples((9, 12))), 1))
+    assert post(asked(Format("given", 2048, k=3), given=twice)) == (400, "given has an id twice for one token")
+    body = asked()
+    for key, text in (("keys", "[" * 100_000), ("format", '{"temperatures": [1' + "0" * 400 + "]}")):
+        about = {"format": "{}", "keys": "[]", key: text}
+        with_it = safetensors.numpy.save(safetensors.numpy.load(body), metadata=about)
+        if len(with_it) < 50_000:
+            assert post(with_it)[0] == 400
+        with pytest.raises(ValueError):
+            read_question(with_it)
+    for path, code in (("/score", 405), ("/nowhere", 404)):
+        answer = httpx.get(served.address + path, headers=AUTH)
+        assert answer.status_code == code and "POST /score" in answer.json()["error"]
     counted = metrics(served.address, headers=AUTH)
     assert counted['potstill_requests_total{code="413"}'] >= 2 and counted['potstill_requests_total{code="400"}'] >= 9
 
@@ -258,6 +273,124 @@ def test_requests_larger_than_the_server_takes_are_split(served, teacher, monkey
     origin.close()
 
 
+def test_answers_larger_than_the_server_gives(teacher):
+    """A document alone is refused; of several, the client asks for parts."""
+    scorer = Scorer(teacher, 4096, most_bytes=20_000)
+    service = Service(scorer, identity_of_model(teacher, "t"), None, ServeOptions("", 0, None, 16.0, None, None))
+    form, some = Format("top_k", 2048, k=8), examples([30] * 40)
+    with Threaded(application(service)) as server:
+        origin = open_server(TeacherConfig.model_validate({"server": server.address, "remote": {"k": 8}}), "t")
+        found = origin.ask(form, some)()
+        expected = signal_of_examples(teacher, form, some)
+        assert np.allclose(np.concatenate([part["logprobs"] for part in found]), expected["logprobs"], atol=2e-5)
+        with pytest.raises(PotstillError, match=r"\(413\): the answer would be 0\.\d+ MB, .*\(--max-answer-mb\)"):
+            origin.ask(Format("top_k", 2048, k=512), examples([30]))()
+        many = write_question(Question(Format("chosen", 2048), examples([100]) * 11_000))
+        answer = httpx.post(f"{server.address}/score", content=many, timeout=60)
+        assert answer.status_code == 413 and "takes 1,048,576 at once" in answer.json()["error"]
+        origin.close()
+    scorer.close()
+
+
+class Paced(Scorer):
+    """Forwards a batch whenever it is told to, and notes whose it was."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.go, self.seen = threading.Semaphore(0), []
+        super().__init__(*arguments)
+
+    def _answer(self, form, tasks):
+        assert self.go.acquire(timeout=30)
+        self.seen.append([(len(task.job.question.examples), len(task.example.ids)) for task in tasks])
+        super()._answer(form, tasks)
+
+
+def test_a_huge_request_does_not_hold_up_the_others(teacher):
+    scorer, done = Paced(teacher, 64), []
+    huge, small = (Question(TOP, examples(lengths)) for lengths in ([32] * 10, [9]))
+    scorer.submit(Job(huge, lambda found: done.append(("huge", found))))
+    while scorer.waiting != 1 or scorer._waiting[0].taken != 2:  # it has had its turn, and waits for the next
+        time.sleep(0.01)
+    scorer.submit(Job(small, lambda found: done.append(("small", found))))
+    for _ in range(6):
+        scorer.go.release()
+    while len(done) < 2:
+        time.sleep(0.01)
+    scorer.close()
+    assert [name for name, _ in done] == ["small", "huge"]
+    assert scorer.seen.index([(1, 9)]) <= 2 and len(scorer.seen) == 6
+    expected = signal_of_examples(teacher, TOP, huge.examples)
+    assert np.allclose(done[1][1]["logprobs"], expected["logprobs"], atol=2e-5)
+
+
+def test_what_waits_when_the_server_ends_is_not_computed(teacher):
+    scorer, done = Paced(teacher, 64), []
+    for _ in range(5):
+        scorer.submit(Job(Question(TOP, examples([60])), done.append))
+    while scorer.waiting != 4:
+        time.sleep(0.01)
+    threading.Timer(0.3, scorer.go.release).start()
+    scorer.close()
+    assert len(scorer.seen) == 1 and [isinstance(found, RuntimeError) for found in done] == [True] * 4 + [False]
+    with pytest.raises(Busy, match="the server ends"):
+        scorer.submit(Job(Question(TOP, examples([60])), done.append))
+
+
+def test_a_handler_that_is_cancelled_abandons_its_job(teacher):
+    """As uvicorn does when what is under way takes too long after SIGTERM."""
+    scorer = Paced(teacher, 64)
+    service = Service(scorer, identity_of_model(teacher, "t"), None, ServeOptions("", 0, None, 8.0, None, None))
+    body = write_question(Question(TOP, examples([60])))
+    with ThreadPoolExecutor(2) as pool:
+        with Threaded(application(service)) as server:  # which gives one second
+            asked = [pool.submit(httpx.post, f"{server.address}/score", content=body, timeout=30) for _ in range(2)]
+            while scorer.waiting != 1:
+                time.sleep(0.01)
+            (job,) = scorer._waiting
+        assert job.abandoned
+        scorer.go.release()
+        scorer.close()
+        assert len(scorer.seen) == 1
+        assert all(one.exception() is not None or one.result().status_code >= 500 for one in asked)
+
+
+def test_a_full_queue_of_answers_says_so(teacher):
+    scorer = Paced(teacher, 64, 30_000)
+    questions = [Question(Format("top_k", 2048, k=32), examples([60])) for _ in range(12)]
+    with pytest.raises(Busy, match="answers of 0 MB wait already"):
+        for question in questions:
+            scorer.submit(Job(question, lambda _: None))
+    scorer.go.release()
+    scorer.close()
+
+
+def test_a_tokenizer_with_several_chat_templates(tmp_path):
+    folder = make_model(tmp_path / "model", seed=3)
+    loaded = load_teacher(TeacherConfig(model=str(folder)), CPU, "t")
+    loaded.tokenizer.chat_template = {"default": "{{ messages[0]['content'] }}", "tool_use": "{{ tools }}"}
+    loaded.tokenizer.save_pretrained(folder)
+    loaded = load_teacher(TeacherConfig(model=str(folder)), CPU, "t")
+    assert set(loaded.tokenizer.chat_template) == {"default", "tool_use"}
+    scorer = Scorer(loaded, 1024)
+    service = Service(scorer, identity_of_model(loaded, "t"), None, ServeOptions("", 0, None, 8.0, None, None))
+    with Threaded(application(service)) as server:
+        origin = open_server(TeacherConfig(server=server.address), "t")
+        assert origin.tokenizer.chat_template == loaded.tokenizer.chat_template
+        origin.close()
+    scorer.close()
+
+
+@pytest.mark.parametrize("token", ["open sesame", "öffne dich"])
+def test_a_token_that_no_client_can_send(tiny_teacher, monkeypatch, token):
+    from potstill.teachers.server import serve
+
+    monkeypatch.setenv("A_TOKEN", token)
+    options = ServeOptions("127.0.0.1", 0, "A_TOKEN", 1.0, None, None)
+    with pytest.raises(PotstillError, match="no client could send it") as error:
+        serve(str(tiny_teacher), options, dtype="auto", device_name="cpu", revision=None, trust_remote_code=False)
+    assert token not in str(error.value)
+
+
 # The wire
 
 
@@ -276,7 +409,7 @@ def test_no_body_breaks_the_reader(junk: bytes, at: int, value: int) -> None:
 
 def test_a_question_comes_through_whole() -> None:
     some = examples([9, 12, 30])
-    wanted = [np.full((e.supervised_tokens, 3), 7, np.int32) for e in some]
+    wanted = [np.tile(np.array([7, 3, 9], np.int32), (e.supervised_tokens, 1)) for e in some]
     form = Format("given", 2048, k=3, temperatures=(1.5,))
     again = read_question(write_question(Question(form, some, wanted)))
     assert again.form == form and [e.key for e in again.examples] == [e.key for e in some]
@@ -342,6 +475,14 @@ LIES = {
         lambda body, headers: (body, {**headers, "x-potstill-tokenizer": "0" * 32}),
         "now serves another tokenizer",
     ),
+    "another precision": (
+        lambda body, headers: (body, {**headers, "x-potstill-dtype": "bfloat16"}),
+        r"now serves another precision \(dtype\) than when the run began \(bfloat16, before float32\)",
+    ),
+    "another template": (
+        lambda body, headers: (body, {**headers, "x-potstill-template": "0" * 32}),
+        "now serves another chat template",
+    ),
     "no fingerprint": (lambda body, headers: (body, {}), "now serves another model"),
     "refuses": (lambda *_: JSONResponse({"error": "not on Sundays"}, 403), r"refused \(403\): not on Sundays"),
 }
@@ -398,12 +539,12 @@ def test_hidden_states_that_are_not_finite(honest, student, data):
 
 
 def test_no_step_is_taken_with_a_lie(honest, data, tmp_path):
-    """The run stops with the sentence, and the student is what it was."""
-    answered = []
+    """The run stops with the sentence, and goes on from there as if nothing had been: the student is what it was."""
+    answered, lying = [], [True]
 
     def change(body: bytes, headers: dict[str, str]) -> Any:
         answered.append(1)
-        if len(answered) <= 3:
+        if len(answered) <= 3 or not lying:
             return body, headers
         return changed(logprobs=poked(float("nan")))(body, headers)
 
@@ -413,14 +554,23 @@ def test_no_step_is_taken_with_a_lie(honest, data, tmp_path):
             "student": {"tokenizer": "shipped:tokenizers/bytes-2k", "config": student_config()},
             "teachers": [{"server": server.address, "remote": {"k": 8}}],
             "data": data.model_dump(),
-            "train": {"steps": 50, "batch_size": 2},
+            "train": {"steps": 8, "batch_size": 2},
             "checkpoint": {"every": 1},
             "log": {"tensorboard": False},
         }
         with pytest.raises(PotstillError, match="logprobs that are no numbers"):
             potstill.train(recipe)
-    steps = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert 0 < len(steps) < len(answered) and np.isfinite(steps).all()
+        told, steps = len(answered), losses_of(tmp_path / "run")
+        lying.clear()
+        runs = [potstill.train(recipe), potstill.train({**recipe, "run": str(tmp_path / "honest")})]
+    assert 0 < len(steps) < told and np.isfinite(steps).all()
+    ours, theirs = (safetensors.torch.load_file(Path(run.model) / "model.safetensors") for run in runs)
+    assert ours.keys() == theirs.keys() and all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "honest"), rel=1e-4)
+
+
+def losses_of(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def student_config() -> dict[str, Any]:

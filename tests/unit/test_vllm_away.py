@@ -166,6 +166,40 @@ def test_a_server_that_makes_its_text_up(
     assert {"/collective_rpc", "/reset_prefix_cache"} <= set(asked)
 
 
+@pytest.mark.parametrize("said", [{"vllm_config": "--model m"}, {"config": {}}, [1, 2]])
+def test_a_server_of_another_shape(
+    student: LanguageModel, tmp_path: Path, serve: Callable[[Answer], str], said: Any
+) -> None:
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        return (200, said) if path.startswith("/server_info") else look(path, body)
+
+    with pytest.raises(PotstillError, match="is not understood"):
+        connect(student, serve(answer), tmp_path)
+
+
+def test_a_folder_is_shared_without_touching_what_others_have_there(
+    student: LanguageModel, tmp_path: Path, serve: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of another run, and a proxy that only the world outside is behind."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    theirs = tmp_path / "weights-for-vllm-0123abcd" / "00000000"
+    theirs.mkdir(parents=True)
+    paths: list[Path] = []
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/collective_rpc":
+            paths.append(Path(body["kwargs"]["weights_path"]))
+        if path == "/v1/completions" and not asks_for_an_id(path, body):
+            return 400, {"error": {"message": "enough"}}
+        return look(path, body)
+
+    with pytest.raises(PotstillError, match="enough"):
+        connect(student, serve(answer), tmp_path)
+    (sent,) = paths
+    assert sent.parent.parent == tmp_path and sent.parent != theirs.parent
+    assert theirs.exists() and [path.name for path in tmp_path.iterdir()] == [theirs.parent.name]
+
+
 def test_requests_say_everything() -> None:
     sampling = SamplingConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, stop=["x"], max_new_tokens=9)
     said = request(sampling, [1, 2], 2**64 - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from potstill.config.policy import PolicyConfig, SamplingConfig
 from potstill.models import LanguageModel
@@ -67,10 +69,12 @@ class Colocated:
         self.version: int = version
         self._own_group = not dist.is_initialized()  # vLLM makes one; potstill's own stays
         options = self._options(policy.engine.options, folder)
-        vllm = _import_vllm()
+        Console(stderr=True, soft_wrap=True).print("starting vLLM in this process …", highlight=False)
+        with _quiet():
+            vllm = _import_vllm()
         self._params = vllm.SamplingParams
         describe(student, folder)
-        with _apart(self.student.model.device):
+        with _apart(self.student.model.device), _quiet():
             try:
                 self._llm = vllm.LLM(**options)
             except Exception as error:  # of vLLM and of everything it stands on
@@ -178,6 +182,15 @@ def _import_vllm() -> Any:
             "tools/setup_vllm makes an environment with it; elsewhere: pip install vllm"
         ) from error
     return vllm
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the libraries under vLLM warn each other of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import time
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ ANSWER = 1800.0  # seconds for one answer: the last request of many waits for th
 RESTARTS = 5  # that one generation may see
 BUSY = {429, 502, 503, 504}
 MODE = "processed_logprobs"
-WEIGHTS = "weights-for-vllm-"  # and the step: a name that nothing else in a folder of the user's has
+WEIGHTS = "weights-for-vllm-"  # a name that nothing else in a folder of the user's has
+RUN = secrets.token_hex(4)  # of this process
 
 
 class Server:
@@ -46,11 +48,14 @@ class Server:
         assert policy.engine.server is not None
         self.student, self.sampling, self.stop_ids, self.max_length = student, policy.sampling, stop_ids, max_length
         self.version: int = version
-        self.folder, self.patience = folder.resolve(), patience
+        # Two runs may be given the same folder: each has one of its own there.
+        self.folder, self.patience = folder.resolve() / f"{WEIGHTS}{RUN}", patience
         self._broken = 0  # so often a connection did
         self.address = policy.engine.server.rstrip("/").removesuffix("/v1")
         limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
-        self._client = httpx.Client(base_url=self.address, limits=limits, timeout=httpx.Timeout(ANSWER, connect=10.0))
+        timeout = httpx.Timeout(ANSWER, connect=10.0)
+        # A proxy of the environment's is for the world outside, and would be sent the student's text.
+        self._client = httpx.Client(base_url=self.address, limits=limits, timeout=timeout, trust_env=False)
         try:
             self._model, dtype = self._look()
             self._compare_vocabularies()
@@ -64,19 +69,25 @@ class Server:
             )
             self._take(version, None)
         except BaseException:
-            self._client.close()
+            self.close()
             raise
 
     def _look(self) -> tuple[str, torch.dtype]:
         """What the server calls its model, and its dtype; refuses one that was started otherwise than needed."""
-        [model, *_] = self._ask("GET", "/v1/models")["data"]
-        longest = model.get("max_model_len")
+        models, info = self._ask("GET", "/v1/models"), self._ask("GET", "/server_info?config_format=json")
+        try:
+            model, config = dict(models["data"][0]), dict(info["vllm_config"]["model_config"])
+            name, longest = str(model["id"]), model.get("max_model_len")
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise PotstillError(
+                f"policy.engine.server: what {self.address} tells of itself is not understood ({error!r}): is it a vLLM of "
+                "0.10.2 or later?"
+            ) from error
         if longest is not None and longest < self.max_length:
             raise PotstillError(
                 f"policy.engine.server: {self.address} takes {longest} tokens and data.max_length is {self.max_length}: start "
                 f"it with --max-model-len {self.max_length}"
             )
-        config = self._ask("GET", "/server_info?config_format=json")["vllm_config"]["model_config"]
         how = self.sampling
         plain = how.temperature in (0, 1) and how.top_p == 1 and how.top_k == 0 and how.min_p == 0
         if config.get("logprobs_mode", MODE) != MODE and not plain:
@@ -85,7 +96,7 @@ class Server:
                 f"({config['logprobs_mode']}): start it with --logprobs-mode {MODE}"
             )
         dtype = getattr(torch, str(config.get("dtype")).removeprefix("torch."), None)
-        return model["id"], dtype if dtype in TOLERANCE else self.student.model.dtype
+        return name, dtype if dtype in TOLERANCE else self.student.model.dtype
 
     def _compare_vocabularies(self) -> None:
         """Before any weights are sent: a server is left half loaded by weights that do not fit."""
@@ -137,7 +148,7 @@ class Server:
         self._take(version, self.version)
 
     def _take(self, version: int, before: int | None) -> None:
-        path = self.folder / f"{WEIGHTS}{version:08d}"
+        path = self.folder / f"{version:08d}"
         save_weights(self.student, path)
         self._ask("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
         deadline = time.monotonic() + self.patience
@@ -150,7 +161,7 @@ class Server:
             time.sleep(0.1)
         self.version = version
         self._check.after_update(version, before)
-        for older in self.folder.glob(f"{WEIGHTS}????????"):
+        for older in self.folder.iterdir():
             if older != path:
                 shutil.rmtree(older, ignore_errors=True)
 
@@ -193,12 +204,16 @@ class Server:
             raise PotstillError(
                 f"policy.engine.server: {self.address} refuses {path} ({answer.status_code}): {_words(answer)}"
             )
-        return dict(answer.json()) if answer.content else {}
+        try:
+            return dict(answer.json()) if answer.content else {}
+        except (ValueError, TypeError) as error:
+            raise PotstillError(
+                f"policy.engine.server: the answer of {self.address} to {path} is not understood ({error})"
+            ) from error
 
     def close(self) -> None:
         self._client.close()
-        for path in self.folder.glob(f"{WEIGHTS}????????"):
-            shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _words(answer: httpx.Response) -> str:

@@ -6,6 +6,7 @@ build that was killed, or spread over other processes, ends with the same conten
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ from potstill.data import Piece
 from potstill.files import MANIFEST, UNFINISHED
 from potstill.models import LanguageModel
 from potstill.teachers.codec import NOTHING, Signal, encode, to_bytes
-from potstill.teachers.origin import LiveOrigin, Origin, save_head
+from potstill.teachers.origin import CLOSE, LiveOrigin, Origin, save_head
 from potstill.teachers.reading import (
     TeacherText,
     as_cached,
@@ -40,6 +41,7 @@ from potstill.types import Example, PotstillError
 GROUP_PIECES = 2048  # sorted by length together
 SHARD_SECONDS = 60.0  # at most so much work is lost when a build is killed
 BATCH_TOKENS = 4096  # of a forward pass
+PROBE = "probe.json"  # of a server that does not say what its weights are: see openai.py
 WAITING = 4  # batches whose signal waits to be packed and written
 STALE_SECONDS = 600.0  # an unfinished file older than this has no writer any more
 
@@ -96,6 +98,7 @@ class Scribe:
             "piece_bytes": piece_bytes(data),
         }
         create(folder, identity, self._beside)
+        self._check_probe(folder)
         self.writer = Writer(folder)
         self._remove_stale(folder)
         self.documents = self.tokens = self.bytes = 0
@@ -112,6 +115,19 @@ class Scribe:
         self.origin.tokenizer.save_pretrained(folder / "tokenizer")
         if self.form.kind == "hidden":
             save_head(self.origin.head(self.form.vocabulary), folder / "head.safetensors")
+        if self.origin.probe is not None:
+            (folder / PROBE).write_text(json.dumps(list(self.origin.probe)), encoding="utf-8")
+
+    def _check_probe(self, folder: Path) -> None:
+        """That a server whose model has no fingerprint says of a text what it said when the cache was begun."""
+        if self.origin.probe is None or not (folder / PROBE).exists():
+            return
+        before, now = np.array(json.loads((folder / PROBE).read_text(encoding="utf-8"))), np.array(self.origin.probe)
+        if before.shape != now.shape or float(np.abs(before - now).mean()) > CLOSE:
+            raise PotstillError(
+                f"{folder} was built with another model than the server has now, though both are called "
+                f"{self.origin.identity.name}: choose another folder"
+            )
 
     @staticmethod
     def _remove_stale(folder: Path) -> None:
@@ -123,15 +139,31 @@ class Scribe:
     def add(self, pieces: Sequence[Piece], batch_tokens: int = BATCH_TOKENS) -> int:
         """Compute some documents. Gives how many have nothing to predict in them: they are stored as nothing, for else they
         would be missing for ever."""
-        read = self.text(pieces)
-        barren = [piece.key for piece, example in zip(pieces, read, strict=True) if example is None]
+        read, barren = self._read(pieces)
         if barren:
             self._pending.append(self._worker.submit(self._add_nothing, barren))
-        for some in by_tokens([example for example in read if example is not None], batch_tokens):
-            self.write(some)
+        for some in by_tokens(read, batch_tokens):
+            self._pending.append(self.write(some))
+            while len(self._pending) > max(WAITING, self.origin.at_once):
+                self._pending.popleft().result()
         return len(barren)
 
-    def write(self, examples: Sequence[Example]) -> None:
+    def start(self, pieces: Sequence[Piece], written: Sequence[Example], batch_tokens: int) -> list[Future[None]]:
+        """Begin with some documents, and with texts that are in the teacher's tokens already. Who waits for what is given
+        back, on whatever thread, finds them packed. Not to be called by two threads at once."""
+        read, barren = self._read(pieces)
+        begun = [self._worker.submit(self._add_nothing, barren)] if barren else []
+        for examples in (list(written), read):
+            begun += [self.write(some) for some in by_tokens(examples, batch_tokens)]
+        return begun
+
+    def _read(self, pieces: Sequence[Piece]) -> tuple[list[Example], list[str]]:
+        """Pieces in the teacher's tokens, and the keys of those with nothing to predict in them."""
+        read = self.text(pieces)
+        barren = [piece.key for piece, example in zip(pieces, read, strict=True) if example is None]
+        return [example for example in read if example is not None], barren
+
+    def write(self, examples: Sequence[Example]) -> Future[None]:
         """Run the teacher on some documents, in its own tokens, and hand what it says to the thread that writes."""
         for example in examples:
             if example.ids.max() >= self.form.vocabulary:
@@ -140,9 +172,7 @@ class Scribe:
                     f"teacher has {self.form.vocabulary} ids"
                 )
         begun = self.origin.begin(self.form, examples)
-        while len(self._pending) >= max(WAITING, self.origin.at_once):
-            self._pending.popleft().result()
-        self._pending.append(self._worker.submit(lambda: self._add(examples, begun())))
+        return self._worker.submit(lambda: self._add(examples, begun()))
 
     def _add(self, examples: Sequence[Example], signal_rows: Signal) -> None:
         streams = encode(self.form, signal_rows)
@@ -206,9 +236,13 @@ class Scribe:
             self._worker.submit(self._flush).result()
             if not abandoned:
                 self.settle()
-        finally:
-            self._worker.shutdown()
+        except KeyboardInterrupt:  # what is there is kept, and nobody waits for the rest
             self.origin.close()
+            self._worker.submit(self._flush).result()
+            raise
+        finally:
+            self.origin.close()  # first: what waits for a server would hold the worker up
+            self._worker.shutdown()
 
 
 def _chat_kwargs(data: DataConfig, folder: Path) -> dict[str, Any]:
@@ -257,10 +291,10 @@ def build(
             done += sum(len(piece.text.encode()) for piece in missing)
             seconds = time.monotonic() - begin
             progress(Progress(scribe.documents, scribe.tokens, scribe.bytes, done, total // world, seconds))
+        scribe.close()
     except BaseException:
         scribe.close(abandoned=True)
         raise
-    scribe.close()
     return Built(scribe.documents, scribe.tokens, there, unpredictable, time.monotonic() - begin, scribe.rest)
 
 

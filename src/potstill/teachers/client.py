@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,11 +21,11 @@ from potstill.teachers.origin import Identity, format_for
 from potstill.teachers.reading import template_fingerprint, tokenizer_fingerprint
 from potstill.teachers.shelf import load_head
 from potstill.teachers.wire import (
+    HEADERS,
     PROTOCOL,
     SERVICE,
-    TOKENIZER,
+    TEMPLATES,
     TOKENIZER_FILES,
-    WEIGHTS,
     Question,
     read_answer,
     write_question,
@@ -33,6 +33,7 @@ from potstill.teachers.wire import (
 from potstill.types import DenseTarget, Example
 
 REQUEST_TOKENS = 2048  # documents that share a request
+WHAT = {"weights": "model", "dtype": "precision (dtype)", "tokenizer": "tokenizer", "template": "chat template"}
 
 
 class Server(Protocol):
@@ -44,6 +45,7 @@ class Server(Protocol):
     identity: Identity
     vocabulary: int
     request_tokens: int  # of documents that share a request; 0: each has its own
+    probe: Sequence[float] | None  # as the Origin's
     whole: bool  # gives hidden states, draws, likelihoods of any ids, and any temperature
 
     def format(self, store: StoreConfig) -> Format: ...
@@ -61,6 +63,7 @@ class PotstillServer:
     """A running `potstill serve`."""
 
     request_tokens = REQUEST_TOKENS
+    probe: Sequence[float] | None = None
     whole = True
 
     def __init__(self, connection: Connection, version: dict[str, Any]) -> None:
@@ -73,7 +76,7 @@ class PotstillServer:
             self.identity = Identity(**{part.name: version[part.name] for part in fields(Identity)})
             self.vocabulary, self._width = int(version["vocabulary"]), int(version["width"])
             self.positions = None if version["positions"] is None else int(version["positions"])
-            self._most_bytes = int(version["max_body_bytes"])
+            self._most_bytes, self._most_answer = int(version["max_body_bytes"]), int(version["max_answer_bytes"])
         except (KeyError, TypeError, ValueError) as error:
             raise connection.error(f"its /version is not understood ({error!r})") from error
         self.tokenizer = self._tokenizer()
@@ -86,6 +89,8 @@ class PotstillServer:
                 if isinstance(files.get(name), str):
                     (Path(folder) / name).write_text(files[name], encoding="utf-8")
             tokenizer = load_tokenizer(folder, f"{self.connection.where}: the tokenizer of {self.connection.address}")
+        if TEMPLATES in files:
+            tokenizer.chat_template = self._templates(files[TEMPLATES])
         said = (self.identity.tokenizer, self.identity.template)
         if (tokenizer_fingerprint(tokenizer), template_fingerprint(tokenizer)) != said:
             raise self.connection.error("the tokenizer it hands out is not the one that its /version names")
@@ -94,6 +99,16 @@ class PotstillServer:
                 f"its tokenizer has {len(tokenizer)} ids and its /version says {self.vocabulary}"
             )
         return tokenizer
+
+    def _templates(self, text: Any) -> dict[str, str]:
+        """Of a tokenizer with several, by name."""
+        try:
+            found = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self.connection.error(f"its chat templates are no JSON ({error})") from error
+        if not isinstance(found, dict) or not all(isinstance(template, str) for template in found.values()):
+            raise self.connection.error("its chat templates are no JSON object of strings")
+        return found
 
     def format(self, store: StoreConfig) -> Format:
         return format_for(store, self.vocabulary, self._width, self.identity.dtype)
@@ -115,8 +130,10 @@ class PotstillServer:
     def score(
         self, form: Format, examples: Sequence[Example], given: Sequence[npt.NDArray[np.int32]] | None = None
     ) -> Signal:
-        body = write_question(Question(form, examples, given))
-        if len(body) > self._most_bytes and len(examples) > 1:
+        question = Question(form, examples, given)
+        body = write_question(question)
+        large = len(body) > self._most_bytes or question.answer_bytes > self._most_answer
+        if large and len(examples) > 1:
             return self._in_halves(form, examples, given)
         response = self.connection.post("/score", body)
         self._check_same(response)
@@ -137,15 +154,13 @@ class PotstillServer:
         return {name: np.concatenate([half[name] for half in halves]) for name in halves[0]}
 
     def _check_same(self, response: httpx.Response) -> None:
-        for header, known, what in (
-            (WEIGHTS, self.identity.weights, "model"),
-            (TOKENIZER, self.identity.tokenizer, "tokenizer"),
-        ):
-            now = response.headers.get(header)
-            if now != known:
+        known = asdict(self.identity)
+        for part, header in HEADERS.items():
+            now, before = response.headers.get(header), str(known[part])
+            if now != before:
                 raise self.connection.error(
-                    f"it now serves another {what} than when the run began (fingerprint {now}, before {known}): start the one "
-                    "it had again, or begin another run"
+                    f"it now serves another {WHAT[part]} than when the run began ({now}, before {before}): start the one it "
+                    "had again, or begin another run"
                 )
 
 

@@ -20,7 +20,8 @@ from potstill.config import StoreConfig, TeacherConfig
 from potstill.models import load_tokenizer
 from potstill.teachers.codec import Format, Signal
 from potstill.teachers.connection import Connection, Refused
-from potstill.teachers.origin import Identity, format_for
+from potstill.teachers.likeliest import LEAST_REST, ids_of_text, top_k_signal
+from potstill.teachers.origin import CLOSE, Identity, format_for
 from potstill.teachers.reading import template_fingerprint, tokenizer_fingerprint
 from potstill.teachers.wire import check_signal
 from potstill.types import DenseTarget, Example, PotstillError
@@ -30,9 +31,9 @@ PROBE = (
 )
 PREFIXES = 4  # beginnings of the probe's text to go on from
 COMPARED = 5  # likeliest tokens of each
-CLOSE = 0.1  # nats, on average: two ways to compute one distribution in few bits differ by less, two positions by more
 UNSEEN_SECONDS = 30.0  # in which no server ends and begins again
-LEAST_REST = 1e-10  # of the mass: what float32 log-probabilities of the others leave is no better known
+# A model's generation_config may set any of these, and --logprobs-mode processed_logprobs tells what they leave
+NO_DEFAULTS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 ABSENT = (400, 404, 405, 422, 501)
 
 
@@ -75,9 +76,11 @@ class OpenAIServer:
         self._check_tokenizer()
         store = config.store if config.cache is not None else config.remote
         self._echo = False
+        self._beyond = 0  # of the likeliest ids, so many may be none of the tokenizer's
         self._k = store.k if store.kind == "top_k" else 1
         self._probe_ids = list(self.tokenizer(PROBE).input_ids)[: self.positions]
         self._first = self._probed()
+        self.probe: Sequence[float] | None = [round(row.chosen, 4) for row in self._first]
         self._trusted = (connection.failures, connection.opened)
         self._trusted_at = time.monotonic()
 
@@ -155,59 +158,97 @@ class OpenAIServer:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _document(self, form: Format, example: Example) -> Signal:
-        rows = self._prompt_rows(example.ids.tolist(), form.k or 1)
-        signal = self._signal(form, [rows[i - 1] for i in np.flatnonzero(example.supervised)])
+        ids, places = example.ids.tolist(), np.flatnonzero(example.supervised).tolist()
+        signal = self._chosen(ids, places) if form.kind == "chosen" else None
+        while signal is None:
+            signal = self._top_k(form, ids, places)
         try:
             check_signal(signal, form, example.supervised_tokens)
         except ValueError as error:
             raise self.connection.error(f"its answer is wrong: {error}; no step was taken with it") from error
         return signal
 
-    def _signal(self, form: Format, rows: Sequence[Row]) -> dict[str, npt.NDArray[Any]]:
-        chosen = np.array([row.chosen for row in rows], dtype=np.float64)
-        if form.kind == "chosen":
-            return {"chosen": chosen.astype(np.float32)}
-        k = form.k
-        ids, logprobs = np.zeros((len(rows), k), dtype=np.int32), np.zeros((len(rows), k))
-        for i, row in enumerate(rows):
-            best = sorted(self._by_id(row.entries).items(), key=lambda entry: (-entry[1], entry[0]))[:k]
-            if len(best) < k:
+    def _chosen(self, ids: list[int], places: Sequence[int]) -> Signal:
+        rows = self._prompt_rows(ids, 1)
+        return {"chosen": np.array([rows[i - 1].chosen for i in places], dtype=np.float32)}
+
+    def _top_k(self, form: Format, ids: list[int], places: Sequence[int]) -> Signal | None:
+        """None: too many of them were ids that the tokenizer does not have, and more are asked for from now on."""
+        asked = form.k + self._beyond
+        try:
+            chosen, found = self._likeliest(ids, places, asked)
+        except Refused as error:
+            if not self._beyond:
+                raise
+            raise Refused(
+                f"{error}; its model has rows for ids that its tokenizer does not have, and {self._beyond} of them are among "
+                f"the likeliest: let the server give {asked}, or set a smaller k"
+            ) from error
+        kept, logprobs = np.zeros((len(places), form.k), dtype=np.int32), np.zeros((len(places), form.k))
+        outside = np.zeros(len(places))  # mass of ids that are none
+        for i, (some, values) in enumerate(found):
+            best = np.lexsort((some, -values))[:asked]
+            if len(best) < asked:
                 raise self.connection.error(
-                    f"it gives {len(best)} of the {k} likeliest tokens that were asked for: set a smaller k, or let the server "
-                    "give more (vLLM: --max-logprobs)"
+                    f"it gives {len(best)} of the {asked} likeliest tokens that were asked for: set a smaller k, or let the "
+                    "server give more (vLLM: --max-logprobs)"
                 )
-            ids[i], logprobs[i] = zip(*best, strict=True)
-        kept = np.exp(logprobs).sum(-1)
-        # The text's own token is given too where it is not among the k: the rest is no smaller than that.
-        outside = np.where(chosen < logprobs[:, -1], np.exp(chosen), 0.0)
-        most = (form.vocabulary - k) * np.exp(logprobs[:, -1])
-        rest = np.minimum(np.maximum(1 - kept, np.maximum(outside, LEAST_REST)), most)
-        with np.errstate(divide="ignore"):  # no rest: k is the whole vocabulary
-            odds = np.log(rest) - np.log(kept)
-        found = {"logprobs": logprobs, "odds": odds[:, None], "chosen": chosen}
-        return {"ids": ids, **{name: values.astype(np.float32) for name, values in found.items()}}
+            some, values = some[best], values[best]
+            own = some < form.vocabulary
+            if own.sum() < form.k:
+                self._beyond = max(self._beyond, asked - int(own.sum()))
+                return None
+            outside[i] = np.exp(values[~own]).sum()
+            kept[i], logprobs[i] = some[own][: form.k], values[own][: form.k]
+        share = np.log(np.maximum(1 - outside, LEAST_REST))
+        return top_k_signal(form, kept, logprobs - share[:, None], chosen - share)
+
+    def _likeliest(
+        self, ids: list[int], places: Sequence[int], k: int
+    ) -> tuple[npt.NDArray[np.float64], list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]]:
+        """How likely the tokens at some places are; ids that are likeliest there, and how likely those are."""
+        if self._echo:
+            rows = self._prompt_rows(ids, k)
+            found = [self._by_id(rows[i - 1].entries) for i in places]
+            chosen = [rows[i - 1].chosen for i in places]
+            return np.array(chosen, dtype=np.float64), [(np.array([*x]), np.array([*x.values()])) for x in found]
+        # Without a Row for each: other threads wait for the interpreter meanwhile.
+        listed = self._prompt_logprobs(ids, k)
+        arrays, own = [], []
+        for i in places:
+            try:
+                own.append(listed[i][str(ids[i])]["logprob"])
+                values = [entry["logprob"] for entry in listed[i].values()]
+                arrays.append((np.array([*map(int, listed[i])]), np.array(values, dtype=np.float64)))
+            except (TypeError, ValueError, KeyError, AttributeError) as error:
+                raise self._no_entry(i, ids[i], error) from error
+        return np.array(own, dtype=np.float64), arrays
 
     def _prompt_rows(self, ids: list[int], k: int) -> list[Row]:
         """One for each token but the first."""
         if self._echo:
             choice = self.go_on(ids, {"echo": True, "logprobs": k})
             return self._echo_rows(choice, ids)
-        choice = self.go_on(ids, {"prompt_logprobs": k})
-        return self._vllm_rows(choice.get("prompt_logprobs"), ids)
-
-    def _vllm_rows(self, found: Any, ids: list[int]) -> list[Row]:
-        if not isinstance(found, list) or len(found) != len(ids):
-            raise self._ignores(f"its prompt_logprobs are {_shape(found)} where {len(ids)} tokens were sent")
-        rows = []
+        found, rows = self._prompt_logprobs(ids, k), []
         for i in range(1, len(ids)):
             try:
                 entries = {f"token_id:{key}": float(entry["logprob"]) for key, entry in found[i].items()}
                 rows.append(Row(entries[f"token_id:{ids[i]}"], entries))
             except (TypeError, ValueError, KeyError, AttributeError) as error:
-                raise self.connection.error(
-                    f"its prompt_logprobs have no entry for the token that was sent at place {i} (id {ids[i]}): {error!r}"
-                ) from error
+                raise self._no_entry(i, ids[i], error) from error
         return rows
+
+    def _prompt_logprobs(self, ids: list[int], k: int) -> list[Any]:
+        """As vLLM gives them."""
+        found = self.go_on(ids, {"prompt_logprobs": k}).get("prompt_logprobs")
+        if not isinstance(found, list) or len(found) != len(ids):
+            raise self._ignores(f"its prompt_logprobs are {_shape(found)} where {len(ids)} tokens were sent")
+        return found
+
+    def _no_entry(self, place: int, token: int, error: Exception) -> PotstillError:
+        return self.connection.error(
+            f"its prompt_logprobs have no entry for the token that was sent at place {place} (id {token}): {error!r}"
+        )
 
     def _echo_rows(self, choice: Mapping[str, Any], ids: list[int]) -> list[Row]:
         found = choice.get("logprobs")
@@ -240,13 +281,13 @@ class OpenAIServer:
         if text.startswith("token_id:") and text[9:].isdigit():
             return int(text[9:])
         if self._ids_of_text is None:
-            self._ids_of_text = _ids_of_text(self.tokenizer)
+            self._ids_of_text = ids_of_text(self.tokenizer)
         return self._ids_of_text.get(text)
 
     def go_on(self, ids: list[int], keys: Mapping[str, Any]) -> dict[str, Any]:
         """Its choice of what follows these ids; one token, unless `keys` say otherwise."""
         body = {"model": self._name, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "seed": 0}
-        body |= {"return_tokens_as_token_ids": True, **keys}
+        body |= {"top_p": 1.0, "return_tokens_as_token_ids": True, **({} if self._echo else NO_DEFAULTS), **keys}
         response = self.connection.post("/v1/completions", body)
         try:
             choice = response.json()["choices"][0]
@@ -346,12 +387,3 @@ class OpenAIServer:
 
 def _shape(found: Any) -> str:
     return f"{len(found)}" if isinstance(found, list | dict) else "nothing" if found is None else repr(found)[:40]
-
-
-def _ids_of_text(tokenizer: Any) -> dict[str, int]:
-    """Tokens by what they say, where no other says the same."""
-    found: dict[str, list[int]] = {}
-    for i in range(len(tokenizer)):
-        for text in {tokenizer.decode([i], clean_up_tokenization_spaces=False), tokenizer.convert_ids_to_tokens(i)}:
-            found.setdefault(text, []).append(i)
-    return {text: ids[0] for text, ids in found.items() if len(ids) == 1}

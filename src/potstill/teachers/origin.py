@@ -20,6 +20,8 @@ from potstill.teachers.reading import dtype_name, fingerprints
 from potstill.teachers.signal import signal_of, uniforms
 from potstill.types import Batch, DenseTarget, Example, PotstillError
 
+CLOSE = 0.1  # nats, on average: two ways to compute one distribution in few bits differ by less, two positions by more
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -39,6 +41,8 @@ class Origin(Protocol):
     tokenizer: Any
     positions: int | None  # that it can read
     identity: Identity
+    # Log-probabilities of a text, where nothing else tells a served model from another of its name
+    probe: Sequence[float] | None
     at_once: int  # batches that may be under way
     ahead: bool  # asked on the thread that prepares the next step: it does not need this process's device
 
@@ -60,6 +64,7 @@ class Origin(Protocol):
 class LiveOrigin:
     """A model in this process."""
 
+    probe: Sequence[float] | None = None
     at_once = 1
     ahead = False
 

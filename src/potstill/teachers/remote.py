@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.models import LanguageModel, check_rows, same_tokenizer
 from potstill.sections import fixed_value
 from potstill.teachers.aligned import AlignedCached, Rereader, check_across
+from potstill.teachers.asking import Asking
 from potstill.teachers.cached import CachedTeacher, check_loss
 from potstill.teachers.client import PotstillServer, Server, potstill_version
 from potstill.teachers.codec import Format, Signal
@@ -46,8 +47,8 @@ class RemoteOrigin:
     def __init__(self, server: Server, concurrency: int) -> None:
         self.server = server
         self.tokenizer, self.positions, self.identity = server.tokenizer, server.positions, server.identity
-        self.at_once = concurrency
-        self._pool = ThreadPoolExecutor(concurrency, "ask")
+        self.probe, self.at_once = server.probe, concurrency
+        self._asking = Asking(concurrency, lambda: server.connection.error("the run has ended"))
 
     def format(self, store: StoreConfig) -> Format:
         return self.server.format(store)
@@ -70,10 +71,7 @@ class RemoteOrigin:
         futures: list[Future[Signal]] = []
         for group in groups:
             some, ids = [examples[i] for i in group], None if given is None else [given[i] for i in group]
-            try:
-                futures.append(self._pool.submit(self.server.score, form, some, ids))
-            except RuntimeError as error:  # of a pool that is closed
-                raise self.server.connection.error("the run has ended") from error
+            futures.append(self._asking.submit(self.server.score, form, some, ids))
 
         def wait() -> list[Signal]:
             found: list[Signal] = [{}] * len(examples)
@@ -92,8 +90,8 @@ class RemoteOrigin:
         return wait
 
     def close(self) -> None:
+        self._asking.close()
         self.server.connection.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _groups(examples: Sequence[Example], request_tokens: int) -> Iterator[list[int]]:
@@ -177,6 +175,7 @@ class StudentTopK:
         there = [i for i, count in enumerate(counts) if count]
         given = np.split(ids, np.cumsum(counts)[:-1])
         answers = self._origin.ask(form, [batch.examples[i] for i in there], [given[i] for i in there])()
+        answers = answers or [no_rows(form)]
         logprobs, tail = (np.concatenate([answer[name] for answer in answers]) for name in ("logprobs", "tail"))
         target = TopKTarget(
             torch.from_numpy(ids).long(), torch.from_numpy(logprobs), torch.from_numpy(tail), form.vocabulary
@@ -191,6 +190,8 @@ class StudentTopK:
             hidden = self._student.hidden(batch, batch.rows.student)
         finally:
             model.train(training)
+        if not len(batch.rows):  # left out after it was read: other ranks may share the forward pass
+            return np.zeros((0, self._form.k), dtype=np.int32)
         target = self._student.at_rows(hidden, self._form.vocabulary)
         top = Format("top_k", self._form.vocabulary, k=self._form.k)
         ids: npt.NDArray[np.int32] = signal_of(top, target, batch.rows.labels, None)["ids"]

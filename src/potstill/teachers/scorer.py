@@ -21,6 +21,8 @@ from potstill.types import Example, PotstillError
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of documents a forward pass, in the metrics
 MOST_WAITING = 1024  # questions
+MOST_TOKENS = 2**20  # of one question
+ANSWERS_WAITING = 4  # of the largest size, whose rows may be held at once
 
 
 class Busy(Exception):
@@ -35,8 +37,31 @@ class Job:
     answer: Callable[[Signal | Exception], None]
     abandoned: bool = False  # nobody waits for it any more
     parts: dict[int, dict[str, npt.NDArray[Any]]] = field(default_factory=dict)  # of its documents that are done
+    taken: int = 0  # of its documents, in the order of their lengths
     failed: bool = False
     done: bool = False
+
+    def __post_init__(self) -> None:
+        lengths = [len(example.ids) for example in self.question.examples]
+        self.order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        self.left = sum(lengths)  # tokens
+        self.answer_bytes = self.question.answer_bytes
+
+    def take(self, tokens: int) -> list[Task]:
+        """Its next documents, as many as fit, and at least one."""
+        first = self.taken
+        while self.taken < len(self.order):
+            length = len(self.question.examples[self.order[self.taken]].ids)
+            if self.taken > first and length > tokens:
+                break
+            tokens -= length
+            self.left -= length
+            self.taken += 1
+        return [Task(self, number) for number in self.order[first : self.taken]]
+
+    @property
+    def over(self) -> bool:
+        return self.abandoned or self.failed or self.done
 
     def put(self, number: int, part: dict[str, npt.NDArray[Any]]) -> None:
         self.parts[number] = part
@@ -64,11 +89,13 @@ class Task:
 
 
 class Scorer:
-    """Answers questions in the order they came, as many at once as fit `batch_tokens`."""
+    """Answers questions in the order they came, as many at once as fit `batch_tokens`. One that does not fit has so many of its
+    documents scored and goes to the end of the queue: nobody waits for all of it."""
 
-    def __init__(self, teacher: LanguageModel, batch_tokens: int) -> None:
+    def __init__(self, teacher: LanguageModel, batch_tokens: int, most_bytes: int = 2**30) -> None:
         self.teacher = teacher
         self.batch_tokens = batch_tokens
+        self.most_bytes = most_bytes  # of an answer
         self.counts: Counter[str] = Counter()  # documents, tokens, padding, passes, and documents a pass by bucket
         self.seconds = 0.0  # of forward passes
         self._waiting: deque[Job] = deque()
@@ -87,47 +114,62 @@ class Scorer:
 
     def submit(self, job: Job) -> None:
         with self._wake:
+            if self._closing:
+                raise Busy("the server ends")
             if len(self._waiting) >= MOST_WAITING:
                 raise Busy(f"{MOST_WAITING} requests wait already")
+            held = sum(one.answer_bytes for one in self._waiting)
+            if held + job.answer_bytes > ANSWERS_WAITING * self.most_bytes:
+                raise Busy(f"answers of {held / 2**20:.0f} MB wait already")
             self._waiting.append(job)
             self._wake.notify()
 
     def close(self) -> None:
+        """What waits is not computed any more: whoever could answer it has ended."""
         with self._wake:
             self._closing = True
+            left = list(self._waiting)
+            self._waiting.clear()
             self._wake.notify()
+        for job in left:
+            job.fail(RuntimeError("the server has ended"))
         self._thread.join()
 
     def _work(self) -> None:
-        while jobs := self._taken():
+        while tasks := self._taken():
             try:
-                self._answer_all(jobs)
+                self._answer_all(tasks)
             except Exception as error:  # this thread must outlive whatever it is asked
-                for job in jobs:
-                    job.fail(error)
+                for task in tasks:
+                    task.job.fail(error)
 
-    def _answer_all(self, jobs: Sequence[Job]) -> None:
+    def _answer_all(self, taken: Sequence[Task]) -> None:
         forms: dict[Format, list[Task]] = {}
-        for job in jobs:
-            tasks = forms.setdefault(job.question.form, [])
-            tasks += [Task(job, number) for number in range(len(job.question.examples))]
+        for task in taken:
+            forms.setdefault(task.job.question.form, []).append(task)
         for form, tasks in forms.items():
             for batch in self._batches(tasks):
-                self._answer(form, [task for task in batch if not (task.job.failed or task.job.abandoned)])
+                self._answer(form, [task for task in batch if not (task.job.over or self._closing)])
 
-    def _taken(self) -> list[Job]:
-        """What waits, up to the budget; nothing: it is time to end."""
+    def _taken(self) -> list[Task]:
+        """Of what waits, as much as fits the budget; nothing: it is time to end."""
         with self._wake:
-            while not self._waiting and not self._closing:
+            while not self._closing:
+                tasks: list[Task] = []
+                tokens = 0
+                while self._waiting and (not tasks or tokens + self._waiting[0].left <= self.batch_tokens):
+                    job = self._waiting.popleft()
+                    if job.over:
+                        continue
+                    tokens += job.left
+                    tasks += job.take(self.batch_tokens)
+                    if job.left:
+                        self._waiting.append(job)
+                        break
+                if tasks:
+                    return tasks
                 self._wake.wait()
-            jobs: list[Job] = []
-            tokens = 0
-            while self._waiting and (not jobs or tokens + self._waiting[0].question.tokens <= self.batch_tokens):
-                job = self._waiting.popleft()
-                if not job.abandoned:
-                    jobs.append(job)
-                    tokens += job.question.tokens
-            return jobs if jobs or self._closing else self._taken()
+            return []
 
     def _batches(self, tasks: list[Task]) -> Iterator[list[Task]]:
         """Of like lengths, each within the budget when padded to its longest."""
@@ -178,7 +220,11 @@ class Scorer:
         self.seconds += seconds
 
 
-def check_question(question: Question, teacher: LanguageModel, most_tokens: int | None) -> None:
+class TooLarge(Exception):
+    """A question or its answer is larger than the server takes."""
+
+
+def check_question(question: Question, teacher: LanguageModel, most_tokens: int | None, most_bytes: int) -> None:
     """PotstillError: the model cannot answer it."""
     form = question.form
     module = teacher.model.get_output_embeddings()
@@ -197,3 +243,10 @@ def check_question(question: Question, teacher: LanguageModel, most_tokens: int 
     longest = max(len(example.ids) for example in question.examples)
     if most_tokens is not None and longest > most_tokens:
         raise PotstillError(f"a document has {longest} tokens, and this server scores up to {most_tokens}")
+    if question.tokens > MOST_TOKENS:
+        raise TooLarge(f"the request has {question.tokens:,} tokens, and this server takes {MOST_TOKENS:,} at once")
+    if question.answer_bytes > most_bytes:
+        raise TooLarge(
+            f"the answer would be {question.answer_bytes / 2**20:.4g} MB, and this server gives up to "
+            f"{most_bytes / 2**20:.4g} MB at once (--max-answer-mb)"
+        )

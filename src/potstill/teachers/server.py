@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,15 @@ from potstill.models import load_teacher
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import checked
 from potstill.teachers.codec import Signal
+from potstill.teachers.connection import sound_token
 from potstill.teachers.origin import Identity, identity_of_model, save_head
-from potstill.teachers.scorer import BUCKETS, Busy, Job, Scorer, check_question
+from potstill.teachers.scorer import BUCKETS, Busy, Job, Scorer, TooLarge, check_question
 from potstill.teachers.wire import (
+    HEADERS,
     PROTOCOL,
     SERVICE,
-    TOKENIZER,
+    TEMPLATES,
     TOKENIZER_FILES,
-    WEIGHTS,
     read_question,
     write_answer,
 )
@@ -55,6 +57,7 @@ class ServeOptions:
     max_body_mb: float
     max_tokens: int | None
     batch_tokens: int | None
+    max_answer_mb: float = 1024.0
     version: str = ""  # of potstill
 
 
@@ -81,7 +84,8 @@ def serve(
         listening = socket.create_server((options.host, options.port), backlog=256)
     except OSError as error:
         raise PotstillError(f"cannot listen on {options.host}:{options.port} ({error.strerror or error})") from error
-    scorer = Scorer(teacher, options.batch_tokens or (4096 if device.type == "cpu" else 16384))
+    batch_tokens = options.batch_tokens or (4096 if device.type == "cpu" else 16384)
+    scorer = Scorer(teacher, batch_tokens, int(options.max_answer_mb * 2**20))
     service = Service(scorer, identity_of_model(teacher, model), token, options)
     host = f"[{options.host}]" if ":" in options.host else options.host
     ready = (
@@ -108,9 +112,14 @@ def serve(
 def _token(variable: str | None) -> str | None:
     if variable is None:
         return None
-    token = os.environ.get(variable)
+    token = os.environ.get(variable, "").strip()
     if not token:
         raise PotstillError(f"--token-env {variable}: there is no such environment variable, or it is empty")
+    if not sound_token(token):
+        raise PotstillError(
+            f"--token-env {variable}: it holds spaces, or characters that are not ASCII, within the token: no client could "
+            "send it"
+        )
     return token
 
 
@@ -135,10 +144,12 @@ class Service:
         given = request.headers.get("authorization", "")
         if hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             return None
-        return _words(401, "this server wants a bearer token, and this is not it")
+        what = "this is not it" if given else "none was sent"
+        return _words(401, f"this server wants a bearer token, and {what}")
 
     def headers(self) -> dict[str, str]:
-        return {WEIGHTS: self.identity.weights, TOKENIZER: self.identity.tokenizer}
+        found = asdict(self.identity)
+        return {header: str(found[part]) for part, header in HEADERS.items()}
 
     async def health(self, request: Request) -> Response:
         if not self.scorer.alive:
@@ -159,6 +170,7 @@ class Service:
                 "width": int(head.shape[1]),
                 "positions": self._most_tokens,
                 "max_body_bytes": self._most_bytes,
+                "max_answer_bytes": self.scorer.most_bytes,
             }
         )
 
@@ -166,10 +178,14 @@ class Service:
         return _json(await asyncio.to_thread(self._tokenizer_files))
 
     def _tokenizer_files(self) -> dict[str, str]:
+        tokenizer = self.scorer.teacher.tokenizer
         with tempfile.TemporaryDirectory() as folder:
-            self.scorer.teacher.tokenizer.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
             there = [Path(folder) / name for name in TOKENIZER_FILES]
-            return {path.name: path.read_text(encoding="utf-8") for path in there if path.exists()}
+            files = {path.name: path.read_text(encoding="utf-8") for path in there if path.exists()}
+        if isinstance(tokenizer.chat_template, dict):  # which are saved in a folder of their own
+            files[TEMPLATES] = json.dumps(tokenizer.chat_template)
+        return files
 
     async def head(self, request: Request) -> Response:
         return _binary(await asyncio.to_thread(self._head), self.headers())
@@ -214,24 +230,29 @@ class Service:
                 done.set_result(found)
 
         def answer(found: Signal | Exception) -> None:
-            loop.call_soon_threadsafe(settle, found)
+            with suppress(RuntimeError):  # the loop has ended, and all who waited
+                loop.call_soon_threadsafe(settle, found)
 
         try:
             # On a thread: a large body would hold up all others.
             question = await asyncio.to_thread(read_question, body)
-            check_question(question, self.scorer.teacher, self._most_tokens)
+            check_question(question, self.scorer.teacher, self._most_tokens, self.scorer.most_bytes)
             job = Job(question, answer)
             self.scorer.submit(job)
         except (ValueError, PotstillError) as error:
             return _words(400, str(error))
+        except TooLarge as error:
+            return _words(413, str(error))
         except Busy as error:
             return _words(503, str(error))
         gone = asyncio.ensure_future(_disconnected(request))
         both: set[asyncio.Future[Any]] = {done, gone}
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also when this handler is cancelled, as the server ends
+            gone.cancel()
+            job.abandoned = not done.done()
         if not done.done():
-            job.abandoned = True
             return _words(499, "the client has gone")
         found = done.result()
         if isinstance(found, PotstillError):
@@ -288,6 +309,7 @@ async def _disconnected(request: Request) -> None:
 
 def application(service: Service, ready: Callable[[], None] = lambda: None) -> Starlette:
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.routing import Route
 
     def guarded(handler: Callable[[Request], Any], free: bool = False) -> Callable[[Request], Any]:
@@ -299,6 +321,12 @@ def application(service: Service, ready: Callable[[], None] = lambda: None) -> S
             return answer
 
         return handle
+
+    async def elsewhere(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        service.counted(error.status_code)
+        there = ", ".join(f"{'POST' if route.path == '/score' else 'GET'} {route.path}" for route in routes)
+        return _words(error.status_code, f"{request.method} {request.url.path}: {error.detail}; there is {there}")
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -313,7 +341,7 @@ def application(service: Service, ready: Callable[[], None] = lambda: None) -> S
         Route("/head", guarded(service.head)),
         Route("/score", guarded(service.score), methods=["POST"]),
     ]
-    return Starlette(routes=routes, lifespan=lifespan)
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: elsewhere})
 
 
 def _words(code: int, words: str) -> Response:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from ast import literal_eval
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from potstill.config import DataConfig
 from potstill.data import Piece
 from potstill.models import load_tokenizer
-from potstill.teachers.build import BATCH_TOKENS, Scribe, by_tokens
+from potstill.teachers.build import BATCH_TOKENS, Scribe
 from potstill.teachers.codec import Document, Format, blank, from_bytes
 from potstill.teachers.inspect import coverage
 from potstill.teachers.reading import piece_of
@@ -67,9 +68,10 @@ class Shelf:
         cache.check_files()
         self.cache = cache
         self.form = cache.form
-        self.ahead = 1
+        self.ahead = scribe.origin.at_once if scribe is not None and scribe.origin.ahead else 1
         self._own_ids = own_ids
-        self._computing = threading.Lock()
+        self._claiming = threading.Lock()
+        self._claimed: dict[str, threading.Event] = {}  # documents under way, and what is set when they are there
         self._skip = skip_missing
         self._scribe = scribe
         self._data = data
@@ -104,18 +106,45 @@ class Shelf:
         return None
 
     def compute(self, examples: Sequence[Example]) -> None:
-        """What is not there. Nothing, when it has been computed since for another batch, or by another process."""
+        """What is not there. Nothing, when it has been computed since for another batch, or by another process. Several threads
+        may prepare: each asks for what no other has claimed, and waits for all of its own."""
+        asked: set[str] = set()
+        while missing := [e for e, there in zip(examples, self._found(examples), strict=True) if there is None]:
+            with self._claiming:
+                others = [self._claimed[e.key] for e in missing if e.key in self._claimed]
+                unique = {e.key: e for e in missing if e.key not in self._claimed}
+                there = self._found(list(unique.values()))  # what another thread has finished since
+                unique = {e.key: e for e, found in zip(unique.values(), there, strict=True) if found is None}
+                assert asked.isdisjoint(unique), "what was added is not found"
+                asked |= unique.keys()
+                done = threading.Event()
+                self._claimed |= dict.fromkeys(unique, done)
+                try:
+                    begun = self._begin(list(unique.values()))
+                except BaseException:
+                    self._release(unique, done)
+                    raise
+            try:
+                for one in begun:
+                    one.result()
+            finally:
+                with self._claiming:
+                    self._release(unique, done)
+            for other in others:  # where it fails, the next round asks for it again
+                other.wait()
+
+    def _begin(self, examples: Sequence[Example]) -> list[Future[None]]:
         assert self._scribe is not None
-        with self._computing:  # several threads may prepare
-            missing = [e for e, there in zip(examples, self._found(examples), strict=True) if there is None]
-            unique = {example.key: example for example in missing}.values()
-            # In parts of like lengths: one long document among short ones would pad all of them to its length.
-            tokens = min(sum(len(example.ids) for example in unique), BATCH_TOKENS)
-            written = [e for e in unique if e.writer is not None and self._own_ids]
-            for some in by_tokens(written, tokens):
-                self._scribe.write(some)
-            self._scribe.add([self._piece(e) for e in unique if e.writer is None or not self._own_ids], tokens)
-            self._scribe.settle()
+        # In parts of like lengths: one long document among short ones would pad all of them to its length.
+        tokens = min(sum(len(example.ids) for example in examples), BATCH_TOKENS)
+        written = [e for e in examples if e.writer is not None and self._own_ids]
+        pieces = [self._piece(e) for e in examples if e.writer is None or not self._own_ids]
+        return self._scribe.start(pieces, written, tokens)
+
+    def _release(self, keys: Iterable[str], done: threading.Event) -> None:
+        for key in keys:
+            del self._claimed[key]
+        done.set()
 
     def tokenizer(self) -> Any:
         return load_tokenizer(str(self.cache.folder / "tokenizer"), "cache")

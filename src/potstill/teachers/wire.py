@@ -6,6 +6,7 @@ D documents, T tokens of all of them, R predicted tokens, K ids.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,9 +22,12 @@ from potstill.types import Example
 
 PROTOCOL = 1
 SERVICE = "potstill serve"
-WEIGHTS, TOKENIZER = "x-potstill-weights", "x-potstill-tokenizer"  # headers of every answer: what gave it
+# Headers of every answer: what gave it, as its Identity has it
+HEADERS = {part: f"x-potstill-{part}" for part in ("weights", "dtype", "tokenizer", "template")}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TEMPLATES = "chat_templates"  # beside the files, of a tokenizer with several: an object of them, as JSON
 MOST_DRAWS = 4096  # as a cache has them
+MOST_TEMPERATURES = 16
 SLACK = 1e-3  # by which masses may be above one
 
 
@@ -38,6 +42,15 @@ class Question:
     @property
     def tokens(self) -> int:
         return sum(len(example.ids) for example in self.examples)
+
+    @property
+    def answer_bytes(self) -> int:
+        return answer_bytes(self.form, sum(example.supervised_tokens for example in self.examples))
+
+
+def answer_bytes(form: Format, rows: int) -> int:
+    """Of the arrays of an answer."""
+    return rows * sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout(form).values())
 
 
 def write_question(question: Question) -> bytes:
@@ -55,6 +68,13 @@ def write_question(question: Question) -> bytes:
 
 def read_question(body: bytes) -> Question:
     """ValueError: what is wrong with it."""
+    try:
+        return _question(body)
+    except (OverflowError, RecursionError) as error:
+        raise ValueError(f"the request has numbers or lists beyond all bounds ({type(error).__name__})") from error
+
+
+def _question(body: bytes) -> Question:
     arrays, about = _read(body)
     try:
         form = _form(json.loads(about["format"]))
@@ -99,8 +119,8 @@ def _form(keys: Any) -> Format:
         raise ValueError("format: k, draws, rest, width or dtype is out of bounds")
     if (form.draws and form.kind != "sampled") or (form.rest and form.kind != "top_k"):
         raise ValueError(f"format: kind {form.kind} has no such draws")
-    if not form.temperatures or not all(0 < t < 1e6 for t in form.temperatures):
-        raise ValueError("format: temperatures must be above 0")
+    if not all(0 < t < 1e6 for t in form.temperatures) or not 1 <= len(form.temperatures) <= MOST_TEMPERATURES:
+        raise ValueError(f"format: temperatures must be above 0, and at most {MOST_TEMPERATURES}")
     return form
 
 
@@ -115,6 +135,9 @@ def _given(
         raise ValueError(f"given must be int32 of shape [{sum(counts)}, {form.k}]: ids for each predicted token")
     if int(given.min()) < 0 or int(given.max()) >= form.vocabulary:
         raise ValueError(f"given must be from 0 to {form.vocabulary - 1}; there is {_outside(given, form.vocabulary)}")
+    in_order = np.sort(given, -1)
+    if (in_order[:, 1:] == in_order[:, :-1]).any():  # its mass would be counted twice
+        raise ValueError("given has an id twice for one token")
     return np.split(given, np.cumsum(counts)[:-1])
 
 

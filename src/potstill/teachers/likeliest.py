@@ -1,0 +1,36 @@
+"""What a server's likeliest tokens tell of a distribution, and which ids it means by their texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from potstill.teachers.codec import Format
+
+LEAST_REST = 1e-10  # of the mass: what float32 log-probabilities of the others leave is no better known
+
+
+def top_k_signal(
+    form: Format, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float64], chosen: npt.NDArray[np.float64]
+) -> dict[str, npt.NDArray[Any]]:
+    """Of k ids, largest first [R, k], and of the text's own token [R]."""
+    kept = np.exp(logprobs).sum(-1)
+    # The text's own token is given too where it is not among the k: the rest is no smaller than that.
+    outside = np.where(chosen < logprobs[:, -1], np.exp(chosen), 0.0)
+    most = (form.vocabulary - form.k) * np.exp(logprobs[:, -1])
+    rest = np.minimum(np.maximum(1 - kept, np.maximum(outside, LEAST_REST)), most)
+    with np.errstate(divide="ignore"):  # no rest: k is the whole vocabulary
+        odds = np.log(rest) - np.log(kept)
+    found = {"logprobs": logprobs, "odds": odds[:, None], "chosen": chosen}
+    return {"ids": ids, **{name: values.astype(np.float32) for name, values in found.items()}}
+
+
+def ids_of_text(tokenizer: Any) -> dict[str, int]:
+    """Tokens by what they say, where no other says the same."""
+    found: dict[str, list[int]] = {}
+    for i in range(len(tokenizer)):
+        for text in {tokenizer.decode([i], clean_up_tokenization_spaces=False), tokenizer.convert_ids_to_tokens(i)}:
+            found.setdefault(text, []).append(i)
+    return {text: ids[0] for text, ids in found.items() if len(ids) == 1}
