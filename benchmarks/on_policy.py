@@ -8,8 +8,8 @@ random, so that no text ends early on either side. Each run is a process of its 
 its steps after the first two, and the best of the rounds counts. TRL comes with the extra `bench`; `--vllm` names the Python of
 an environment that tools/setup_vllm.sh made.
 
-Pairs: `quickstart` (the shipped tokenizer, 2,048 ids; teacher 256 × 5, student 96 × 2) and `32k` (Mistral's 32,000 ids, from
-the folder named by POTSTILL_ASSETS; teacher 512 × 8, student 256 × 4).
+Pairs: `quickstart` (the shipped tokenizer, 2,048 ids; teacher 256 × 5, student 96 × 2) and `49k` (SmolLM2's 49,152 ids, from
+the folder named by POTSTILL_ASSETS; teacher 512 × 8, student 256 × 4; TRL reads byte-level tokenizers only).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPT, NEW, MICRO, ACCUMULATION, GENERATIONS = 32, 64, 4, 8, 2
 WARM = 2
 PAIRS: dict[str, dict[str, Any]] = {
     "quickstart": {"tokenizer": "shipped:tokenizers/bytes-2k", "teacher": (256, 5, 4), "student": (96, 2, 4)},
-    "32k": {"tokenizer": "mistral_7b_v0_1", "teacher": (512, 8, 8), "student": (256, 4, 4)},
+    "49k": {"tokenizer": "smollm2", "teacher": (512, 8, 8), "student": (256, 4, 4)},
 }
 NAMES = {
     "potstill": "potstill, transformers",
@@ -216,7 +216,7 @@ def run_serve(work: Path, clients: int, seconds: float) -> dict[str, float]:
     from potstill.teachers.signal import signal_of
     from potstill.types import Example
 
-    folder = work / "32k" / "teacher"
+    folder = work / "49k" / "teacher"
     teacher = load_teacher(TeacherConfig(model=str(folder)), torch.device("cpu"), "teachers[0]")
     form = Format("top_k", len(teacher.tokenizer), k=64)
     random = np.random.default_rng(0)
@@ -345,8 +345,8 @@ def main() -> None:
                 print(f"round {number + 1}, {pair}, {side}: {found}", flush=True)
         result["steps"].setdefault(pair, {}).update(best)
     if "serve" in options.cases:
-        prepare("32k", options.work)
-        result["serve"] = measured("serve", "32k", options.work, options.steps, sys.executable)
+        prepare("49k", options.work)
+        result["serve"] = measured("serve", "49k", options.work, options.steps, sys.executable)
         print(f"serve: {result['serve']}")
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
     write_docs(result)

@@ -178,8 +178,8 @@ class TeacherConfig(Section):
         plain = RemoteConfig()
         if self.cache is not None and (self.remote.kind, self.remote.k) != (plain.kind, plain.k):
             raise ValueError(
-                "with a cache beside the server, store says what is asked for and kept: remove remote.kind and remote.k, and write "
-                "them as store.kind and store.k"
+                "with a cache beside the server, store says what is asked for and kept: remove remote.kind and remote.k, and "
+                "write them as store.kind and store.k"
             )
 
     @property
