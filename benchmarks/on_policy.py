@@ -360,6 +360,13 @@ def table(result: dict[str, Any]) -> str:
             writing = f"{found['seconds_writing']:.2f}" if "seconds_writing" in found else "–"
             ratio = found["seconds_per_step"] / ours
             lines.append(f"| {pair} | {NAMES[side]} | {found['seconds_per_step']:.2f} | {writing} | {ratio:.2f} × |")
+    if found := result["serve"]:
+        share = found["served"] / found["bare"]
+        lines += [
+            "",
+            f"`potstill serve`, 8 clients at once: {found['served']:,.0f} tokens a second; the model asked directly: ",
+        ]
+        lines[-1] += f"{found['bare']:,.0f} ({share:.0%})."
     return "\n".join(lines)
 
 
