@@ -93,7 +93,7 @@ class Builds:
         def logged(scribe: Scribe, examples: Any) -> None:
             with open(self.logs / name, "a", encoding="utf-8") as log:
                 log.writelines(f"{example.key}\n" for example in examples)
-            write(scribe, examples)
+            return write(scribe, examples)
 
         Scribe.write = logged
         threading.settrace(trace)

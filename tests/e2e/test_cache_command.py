@@ -310,11 +310,12 @@ def test_a_build_that_is_told_to_stop_keeps_what_it_has(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it without one
     write, done = Scribe.write, []
 
-    def stopped(self: Scribe, examples: list[Any]) -> None:
-        write(self, examples)
+    def stopped(self: Scribe, examples: list[Any]) -> Any:
+        begun = write(self, examples)
         done.extend(example.key for example in examples)
         if len(done) > 20:
             signal.raise_signal(number)
+        return begun
 
     monkeypatch.setattr(Scribe, "write", stopped)
     assert threading.current_thread() is threading.main_thread()
