@@ -203,14 +203,18 @@ def test_a_run_that_goes_on_with_other_settings_says_what_cannot_be(runs: TinyRu
         potstill.train(runs.recipe("read", *anyway, policy=OWN))
 
 
-def test_an_error_of_a_teacher_ends_a_run_with_its_steps_saved(runs: TinyRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", [5, 6])
+def test_an_error_of_a_teacher_ends_a_run_with_its_steps_saved(
+    runs: TinyRuns, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """At the first or the second micro-batch of the third step."""
     from potstill.teachers.live import LiveTeacher
 
     asked = LiveTeacher.targets
 
     def targets(self: Any, batch: Any, prepared: Any = None) -> Any:
         calls.append(batch)
-        if len(calls) == 6:  # the second micro-batch of the third step
+        if len(calls) == call:
             raise PotstillError("the teacher is gone")
         return asked(self, batch, prepared)
 
@@ -223,3 +227,26 @@ def test_an_error_of_a_teacher_ends_a_run_with_its_steps_saved(runs: TinyRuns, m
     monkeypatch.undo()
     potstill.train(runs.recipe("run", *options, policy=OWN))
     assert_same_run(runs.folder / "run", runs.folder / "whole")  # also what dropout had drawn of the third
+
+
+def test_an_error_between_steps_leaves_the_random_state_where_it_is(
+    runs: TinyRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from potstill.rollouts.transformers import TransformersEngine
+
+    generate = TransformersEngine.generate
+
+    def failing(self: Any, asked: Any) -> Any:
+        calls.append(asked)
+        if len(calls) == 5:  # of the fourth step: the first is the engine's own check
+            raise PotstillError("it cannot write")
+        return generate(self, asked)
+
+    calls: list[Any] = []
+    potstill.train(runs.recipe("whole", policy=OWN))
+    monkeypatch.setattr(TransformersEngine, "generate", failing)
+    with pytest.raises(PotstillError, match="it cannot write; the run is saved at step 3"):
+        potstill.train(runs.recipe("run", "checkpoint.every=null", policy=OWN))
+    monkeypatch.undo()
+    potstill.train(runs.recipe("run", "checkpoint.every=null", policy=OWN))
+    assert_same_run(runs.folder / "run", runs.folder / "whole")

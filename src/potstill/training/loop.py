@@ -71,34 +71,31 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
                 save()
             return new
 
-        random = random_state(parts.device)
         while run.step < run.total_steps and not run.stopped_by:
+            random = random_state(parts.device)  # of which the micro-batches of a step that is not taken draw
             try:
                 with clock.of("data"):
                     following = next(feed, None)
                 if following is None and recipe.policy.writes and recipe.train.epochs is not None:
-                    run.total_steps = (
-                        run.step
-                    )  # some answers had nothing in them: there are fewer steps than were counted
-                    save()
+                    run.total_steps = run.step  # fewer than were counted: some answers had nothing in them
+                    progress = replace(progress, total_steps=run.step)
+                    keep()
                     break
                 if following is None:
                     raise PotstillError(
                         f"data: it ended after step {run.step} of {run.total_steps}: there is less of it than when the run "
                         "began; put back what was there, or begin anew with run="
                     )
-                window, random = following.window, random_state(parts.device)
+                window = following.window
                 metrics = optimizer_step(recipe, parts, following, run, clock)
             except StoppedWaiting:  # for a server that is away, say. The step is not taken
                 run.stopped_by = stop.signal
-                set_random_state(random, parts.device)  # its first micro-batches may have drawn dropout
+                set_random_state(random, parts.device)
                 keep()
                 break
             except Diverged:
                 raise
-            except (
-                PotstillError
-            ) as error:  # a server that stays away, a record that cannot be read: the steps so far are sound
+            except PotstillError as error:  # of a server that stays away, of a record: the steps so far are sound
                 set_random_state(random, parts.device)
                 if keep():
                     raise PotstillError(f"{error}; the run is saved at step {run.step}") from error
