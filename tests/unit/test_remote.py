@@ -491,10 +491,14 @@ def test_ctrl_c_at_the_end_of_a_build_ends_it_with_what_was_computed(teacher, da
         time.sleep(0.5)  # all batches are handed over, and the build waits for the last
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it without one
     threading.Thread(target=interrupt, daemon=True).start()
     begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        build(origin, StoreConfig(k=8), data, tmp_path / "cache", batch_tokens=512)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build(origin, StoreConfig(k=8), data, tmp_path / "cache", batch_tokens=512)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - begin < 20 and 3 <= origin.asked <= 8
     assert len(Cache(tmp_path / "cache")) > 0
 
