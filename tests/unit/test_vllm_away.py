@@ -108,7 +108,9 @@ def test_nobody_is_there(student: LanguageModel, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(PotstillError, match=rf"cannot reach vLLM at {address} .*refused.*is `vllm serve` running"):
+    with pytest.raises(
+        PotstillError, match=rf"policy\.engine: the server at {address}: it cannot be reached .*refused"
+    ):
         connect(student, address, tmp_path, patience=1.0)
 
 
@@ -134,7 +136,9 @@ def test_the_servers_own_words(student: LanguageModel, tmp_path: Path, serve: Ca
             return 400, {"error": {"message": "Token id 3000 is out of vocabulary"}}
         return look(path, body)
 
-    with pytest.raises(PotstillError, match=r"refuses /v1/completions \(400\): Token id 3000 is out of vocabulary"):
+    with pytest.raises(
+        PotstillError, match=r"POST /v1/completions is refused \(400\): Token id 3000 is out of vocabulary"
+    ):
         connect(student, serve(answer), tmp_path)
 
 

@@ -10,23 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
-from potstill.config.policy import PolicyConfig, SamplingConfig
+from potstill.config import PolicyConfig, RemoteConfig, SamplingConfig
 from potstill.models import LanguageModel
-from potstill.models.libraries import reason
 from potstill.rollouts.engine import Ask, Written
 from potstill.rollouts.sync_check import TOLERANCE, SyncCheck
 from potstill.rollouts.vllm_requests import check_lengths, request, written
 from potstill.rollouts.vllm_weights import save_weights
-from potstill.types import PotstillError
+from potstill.teachers.connection import Connection
 
 AT_ONCE = 128  # requests under way; the server batches them
 PATIENCE = 120.0  # seconds for a server that does not answer, which may be starting
 ANSWER = 1800.0  # seconds for one answer: the last request of many waits for the others
 RESTARTS = 5  # that one generation may see
-BUSY = {429, 502, 503, 504}
+REFUSALS = (500,)  # of weights that do not fit: it would say so again
 MODE = "processed_logprobs"
 WEIGHTS = "weights-for-vllm-"  # a name that nothing else in a folder of the user's has
 RUN = secrets.token_hex(4)  # of this process
@@ -50,12 +48,8 @@ class Server:
         self.version: int = version
         # Two runs may be given the same folder: each has one of its own there.
         self.folder, self.patience = folder.resolve() / f"{WEIGHTS}{RUN}", patience
-        self._broken = 0  # so often a connection did
-        self.address = policy.engine.server.rstrip("/").removesuffix("/v1")
-        limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
-        timeout = httpx.Timeout(ANSWER, connect=10.0)
-        # A proxy of the environment's is for the world outside, and would be sent the student's text.
-        self._client = httpx.Client(base_url=self.address, limits=limits, timeout=timeout, trust_env=False)
+        asking = RemoteConfig(concurrency=AT_ONCE, timeout=ANSWER, patience=patience)
+        self._connection = Connection(policy.engine.server.rstrip("/").removesuffix("/v1"), asking, "policy.engine")
         try:
             self._model, dtype = self._look()
             self._compare_vocabularies()
@@ -65,7 +59,7 @@ class Server:
                 lambda asked, sampling: self._write(asked, sampling, ()),
                 dtype,
                 max_length,
-                f"Does {self.address} serve this student's model, and read {self.folder}?",
+                f"Does {self._connection.address} serve this student's model, and read {self.folder}?",
             )
             self._take(version, None)
         except BaseException:
@@ -79,20 +73,19 @@ class Server:
             model, config = dict(models["data"][0]), dict(info["vllm_config"]["model_config"])
             name, longest = str(model["id"]), model.get("max_model_len")
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise PotstillError(
-                f"policy.engine.server: what {self.address} tells of itself is not understood ({error!r}): is it a vLLM of "
-                "0.10.2 or later?"
+            raise self._connection.error(
+                f"what it tells of itself is not understood ({error!r}): is it a vLLM of 0.10.2 or later?"
             ) from error
         if longest is not None and longest < self.max_length:
-            raise PotstillError(
-                f"policy.engine.server: {self.address} takes {longest} tokens and data.max_length is {self.max_length}: start "
+            raise self._connection.error(
+                f"it takes {longest} tokens and data.max_length is {self.max_length}: start "
                 f"it with --max-model-len {self.max_length}"
             )
         how = self.sampling
         plain = how.temperature in (0, 1) and how.top_p == 1 and how.top_k == 0 and how.min_p == 0
         if config.get("logprobs_mode", MODE) != MODE and not plain:
-            raise PotstillError(
-                f"policy.engine.server: {self.address} tells log-probabilities before temperature and truncation "
+            raise self._connection.error(
+                f"it tells log-probabilities before temperature and truncation "
                 f"({config['logprobs_mode']}): start it with --logprobs-mode {MODE}"
             )
         dtype = getattr(torch, str(config.get("dtype")).removeprefix("torch."), None)
@@ -102,25 +95,23 @@ class Server:
         """Before any weights are sent: a server is left half loaded by weights that do not fit."""
         ids = self.student.model.get_input_embeddings().num_embeddings
         for token, known in ((ids - 1, True), (ids, False)):
-            answer = self._send("POST", "/v1/completions", {"model": self._model, "prompt": [token], "max_tokens": 1})
-            if (answer.status_code < 400) != known:
-                raise PotstillError(
-                    f"policy.engine.server: {self.address} serves {self._model}, which has {'fewer' if known else 'more'} ids "
+            body = {"model": self._model, "prompt": [token], "max_tokens": 1}
+            if (self._connection.send("POST", "/v1/completions", body, absent=(400,)) is not None) != known:
+                raise self._connection.error(
+                    f"it serves {self._model}, which has {'fewer' if known else 'more'} ids "
                     f"than the student's {ids}: start it with the student's own model"
                 )
 
     def generate(self, asked: Sequence[Ask]) -> list[Written]:
         check_lengths(asked, self.sampling, self.max_length)
         for _ in range(RESTARTS):
-            before = self._broken
+            before = self._connection.failures
             texts = self._write(asked, self.sampling, self.stop_ids)
-            if self._broken == before:
+            if self._connection.failures == before:
                 return texts
             # It may have ended and begun again, with the weights it begins with: what it wrote is not the student's.
             self._take(self.version, None)
-        raise PotstillError(
-            f"policy.engine.server: the connection to {self.address} breaks again and again while it writes"
-        )
+        raise self._connection.error("the connection to it breaks again and again while it writes")
 
     def _write(self, asked: Sequence[Ask], sampling: SamplingConfig, stop_ids: Sequence[int]) -> list[Written]:
         if not asked:
@@ -130,9 +121,7 @@ class Server:
             body = {"model": self._model, "prompt": ask.ids.tolist(), "return_token_ids": True}
             answer = self._ask("POST", "/v1/completions", body | request(sampling, stop_ids, ask.seed))["choices"][0]
             if answer.get("token_ids") is None:
-                raise PotstillError(
-                    f"policy.engine.server: {self.address} gives no token ids back: is it a vLLM of 0.10.2 or later?"
-                )
+                raise self._connection.error("it gives no token ids back: is it a vLLM of 0.10.2 or later?")
             logprobs = answer["logprobs"]["token_logprobs"]
             return written(answer["token_ids"], logprobs, answer["finish_reason"], sampling, stop_ids)
 
@@ -154,9 +143,8 @@ class Server:
         deadline = time.monotonic() + self.patience
         while not self._ask("POST", "/reset_prefix_cache").get("success", True):  # as long as requests are under way
             if time.monotonic() > deadline:
-                raise PotstillError(
-                    f"policy.engine.server: {self.address} does not forget its prefix cache, which is of older weights: does "
-                    "anyone else use it?"
+                raise self._connection.error(
+                    "it does not forget its prefix cache, which is of older weights: does anyone else use it?"
                 )
             time.sleep(0.1)
         self.version = version
@@ -165,61 +153,20 @@ class Server:
             if older != path:
                 shutil.rmtree(older, ignore_errors=True)
 
-    def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        """A server that cannot be reached or is busy is asked again for a while."""
-        deadline, pause = time.monotonic() + self.patience, 0.5
-        while True:
-            try:
-                answer = self._client.request(method, path, json=body)
-                trouble = f"it answers {answer.status_code}"
-                if answer.status_code not in BUSY:
-                    return answer
-            except httpx.TimeoutException as error:
-                if not isinstance(error, httpx.ConnectTimeout):
-                    raise PotstillError(
-                        f"policy.engine.server: {self.address} gave no answer to {path} within {ANSWER:.0f} s"
-                    ) from error
-                self._broken += 1
-                trouble = "connecting takes too long"
-            except httpx.TransportError as error:
-                self._broken += 1
-                trouble = reason(error)
-            if time.monotonic() + pause > deadline:
-                raise PotstillError(
-                    f"policy.engine.server: cannot reach vLLM at {self.address} ({trouble}), tried for {self.patience:.0f} s: "
-                    "is `vllm serve` running there?"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, 10.0)
-
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The answer's JSON."""
-        answer = self._send(method, path, body)
-        if answer.status_code == 404 and not path.startswith("/v1"):
-            raise PotstillError(
-                f"policy.engine.server: {self.address} has no {path.partition('?')[0]}, which takes new weights: start "
-                "`vllm serve` with VLLM_SERVER_DEV_MODE=1 in its environment"
-            )
-        if answer.status_code >= 400:
-            raise PotstillError(
-                f"policy.engine.server: {self.address} refuses {path} ({answer.status_code}): {_words(answer)}"
+        absent = () if path.startswith("/v1") else (404,)
+        answer = self._connection.send(method, path, body, absent, REFUSALS)
+        if answer is None:
+            raise self._connection.error(
+                f"it has no {path.partition('?')[0]}, which takes new weights: start `vllm serve` with "
+                "VLLM_SERVER_DEV_MODE=1 in its environment"
             )
         try:
             return dict(answer.json()) if answer.content else {}
         except (ValueError, TypeError) as error:
-            raise PotstillError(
-                f"policy.engine.server: the answer of {self.address} to {path} is not understood ({error})"
-            ) from error
+            raise self._connection.error(f"its answer to {path} is not understood ({error})") from error
 
     def close(self) -> None:
-        self._client.close()
+        self._connection.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _words(answer: httpx.Response) -> str:
-    """What an error says in the server's own words."""
-    try:
-        said = answer.json()
-        return str(said["error"]["message"] if "error" in said else said["detail"])
-    except (ValueError, KeyError, TypeError):
-        return answer.text[:300] or "without a word"

@@ -73,9 +73,15 @@ class Connection:
         return self.send("POST", path, body)
 
     def send(
-        self, method: str, path: str, body: bytes | dict[str, Any] | None = None, absent: tuple[int, ...] = ()
+        self,
+        method: str,
+        path: str,
+        body: bytes | dict[str, Any] | None = None,
+        absent: tuple[int, ...] = (),
+        refusals: tuple[int, ...] = (),
     ) -> Any:
-        """The answer. Sent again while the server is away or fails, as long as the recipe is patient; not when it refuses."""
+        """The answer; None for the codes `absent`. Sent again while the server is away or fails, as long as the recipe is
+        patient; not when it refuses, also by one of the codes `refusals`."""
         keys: dict[str, Any] = {"json": body} if isinstance(body, dict) else {"content": body}
         begin, pause = time.monotonic(), FIRST_PAUSE
         while True:
@@ -97,7 +103,7 @@ class Connection:
                 if 200 <= code < 300:
                     self._back()
                     return response
-                if code < 500:
+                if code < 500 or code in refusals:
                     raise self._refused(method, path, response)
                 problem = f"it fails ({code}): {words_of(response)}"
             if self._closing.is_set():
