@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -11,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import write_jsonl
+from tiny_models import TOKENIZER, write_jsonl
 from tiny_runs import InterruptAt, Interrupted, TinyRuns, assert_same_run, lines, steps_on_disk, weights
 
 import potstill
 from potstill import files
 from potstill.data import pipeline
 from potstill.recipe import load_recipe
-from potstill.training import checkpoint
+from potstill.training import checkpoint, state
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
 
@@ -33,6 +34,9 @@ def small_groups() -> Iterator[None]:
         yield
 
 
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
 VARIANTS: dict[str, list[str]] = {
     "packed, adamw": [],
     "padded, muon": ["data.packing=false", "train.optimizer.name=muon"],
@@ -53,6 +57,30 @@ def test_interrupted_run_ends_with_the_same_bits(runs: TinyRuns, overrides: list
     run = potstill.train(broken)
     assert_same_run(runs.folder / "broken", runs.folder / "whole")
     assert run.step == run.total_steps >= 7
+
+
+UNUSED_WEIGHTS: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {  # a bias of its router; its experts are saved in other pieces than they are trained in
+        **SIZES, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0,
+    },
+    "gemma3": {  # all of its vision tower
+        "text_config": {**SIZES, "head_dim": 8},
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNUSED_WEIGHTS)
+def test_a_student_with_weights_that_never_have_a_gradient_goes_on(runs: TinyRuns, kind: str) -> None:
+    student = {"tokenizer": TOKENIZER, "config": {"model_type": kind, **UNUSED_WEIGHTS[kind]}}
+    potstill.train(runs.recipe("whole", "train.steps=4", student=student))
+    broken = runs.recipe("broken", "train.steps=4", student=student)
+    with pytest.raises(Interrupted):
+        potstill.train(broken, [InterruptAt(3)])
+    assert potstill.train(broken).step == 4
+    assert_same_run(runs.folder / "broken", runs.folder / "whole")
 
 
 def test_mixture_goes_on_in_its_place(runs: TinyRuns, tmp_path: Path) -> None:
@@ -154,15 +182,17 @@ class Signal(Callback):
 
 @pytest.mark.parametrize(
     ("moment", "step", "saved_at"),
-    [("stepped", 3, 3), ("saved", 2, 3), ("started", 0, 1), ("stepped", 8, 8)],
+    [("stepped", 3, 3), ("saved", 2, 2), ("started", 0, 0), ("stepped", 8, 8)],
 )
 def test_a_signal_saves_and_ends_the_run(runs: TinyRuns, moment: str, step: int, saved_at: int) -> None:
-    """Wherever the signal comes in, the step it ends at is saved; one in the last step does not count as a stop."""
+    """Wherever the signal comes in, the step it ends at is saved, and none is taken after it; one in the last step does not
+    count as a stop. Before the first step there is nothing to save."""
     potstill.train(runs.recipe("whole"))
     run = potstill.train(runs.recipe("stopped"), [Signal(moment, step)])
     assert run.stopped_by == ("SIGTERM" if saved_at < 8 else None)
-    assert run.step == saved_at == steps_on_disk(run.folder)[-1]
-    assert run.checkpoint == run.folder / "checkpoints" / f"step-{saved_at:08d}"
+    assert run.step == saved_at
+    assert steps_on_disk(run.folder)[-1:] == [saved_at][:saved_at]
+    assert run.checkpoint == (run.folder / "checkpoints" / f"step-{saved_at:08d}" if saved_at else None)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # handlers are put back
     potstill.train(runs.recipe("stopped"))
     assert_same_run(runs.folder / "stopped", runs.folder / "whole")
@@ -182,7 +212,7 @@ def _flip(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped bit": (lambda c: _flip(next((c / "state").glob("*.distcp"))), "__0_0.distcp is not what was written"),
+    "flipped bit": (lambda c: _flip(next((c / "state").glob("*"))), "-of-00001.safetensors is not what was"),
     "truncated": (lambda c: os.truncate(c / "model" / "model.safetensors", 1000), "model.safetensors is not what was"),
     "no progress": (lambda c: (c / "progress.json").unlink(), "progress.json is missing"),
     "no manifest": (lambda c: (c / "manifest.json").unlink(), "its manifest is missing"),
@@ -231,7 +261,7 @@ def test_what_a_killed_writer_left_is_removed(finished: TinyRuns, tmp_path: Path
     shutil.copytree(finished.folder / "whole", run, symlinks=True)
     left = run / "checkpoints" / ".unfinished-step-00000010" / "state"
     left.mkdir(parents=True)
-    (left / "__0_0.distcp").write_bytes(b"half")
+    (left / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"half")
     (run / "checkpoints" / ".unfinished-latest").symlink_to("step-00000008")
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "lo')
@@ -287,6 +317,37 @@ def test_a_used_folder_is_not_run_with_other_settings(runs: TinyRuns, command: C
     assert same.code == 0 and "step-00000003/model" in same.out
 
 
+class Planted:
+    """Whoever unpickles it runs code."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.mark,)
+
+
+def test_nothing_in_a_run_folder_is_unpickled(finished: TinyRuns, tmp_path: Path) -> None:
+    """A prepared run folder: pickles under all the names that something might look for."""
+    run, mark = tmp_path / "run", tmp_path / "ran"
+    shutil.copytree(finished.folder / "whole", run, symlinks=True)
+    names = (".metadata", "__0_0.distcp", "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin")
+    weights_names = ("pytorch_model.bin", "model.pt", "adapter_model.bin", "model.pkl")
+    for folder in [
+        run,
+        run / "checkpoints",
+        *(run / "checkpoints").glob("step-*/"),
+        *run.glob("checkpoints/step-*/*/"),
+    ]:
+        for name in names + weights_names:
+            (folder / name).write_bytes(pickle.dumps(Planted(mark)))
+    potstill.train(finished.recipe("whole", "train.steps=9", f"run={run}"))
+    assert steps_on_disk(run) == [8, 9]
+    assert not mark.exists()
+    pickle.loads((run / "checkpoints" / "step-00000008" / "state" / ".metadata").read_bytes())
+    assert mark.exists()  # it would have
+
+
 def test_progress_says_where_the_data_stands(finished: TinyRuns) -> None:
     progress = json.loads((finished.folder / "whole" / "checkpoints" / "latest" / "progress.json").read_text())
     last = lines(finished.folder / "whole" / "metrics.jsonl")[-1]
@@ -330,6 +391,6 @@ def test_fewer_steps_than_were_taken_are_refused(finished: TinyRuns) -> None:
 def test_a_run_goes_on_where_the_device_has_other_random_state(runs: TinyRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint from a CPU read on a device with a random state of its own, which the checkpoint does not have."""
     potstill.train(runs.recipe("run", "train.steps=2"))
-    real = checkpoint.random_state
-    monkeypatch.setattr(checkpoint, "random_state", lambda device: {**real(device), "cuda": real(device)["cpu"]})
+    real = state.random_state
+    monkeypatch.setattr(state, "random_state", lambda device: {**real(device), "cuda": real(device)["cpu"]})
     assert potstill.train(runs.recipe("run", "train.steps=2")).step == 2

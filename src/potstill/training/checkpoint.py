@@ -2,7 +2,7 @@
 
 step-00000400/
   model/         the student, as `from_pretrained` loads it, with its tokenizer
-  state/         weights, optimizers and random state, by torch.distributed.checkpoint
+  state/         optimizers and random state (and weights that model/ holds in another form), in safetensors
   rollouts.safetensors  texts that were written and not yet trained on, where there are any
   progress.json  step, position in the data, totals
   manifest.json  sizes and checksums of the above
@@ -19,17 +19,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
 from potstill.files import damage, new_folder, point, remove_unfinished, write_text
 from potstill.models import LanguageModel, quiet
-from potstill.parallel.mesh import rank
+from potstill.training.state import save_state
 from potstill.types import PotstillError
 
 
@@ -78,10 +73,9 @@ class Checkpoints:
         path = self.at(progress.step)
         with new_folder(path) as beside:
             with quiet():
-                state = _state(module, optimizers)
-                state_dict_saver.save(state, checkpoint_id=beside / "state", no_dist=not _distributed())
                 student.model.save_pretrained(beside / "model")
                 student.tokenizer.save_pretrained(beside / "model")
+            save_state(beside / "state", beside / "model", module, optimizers)
             beside_them(beside)
             write_text(beside / "progress.json", json.dumps(asdict(progress)))
         self._settle(progress)
@@ -108,26 +102,6 @@ class Checkpoints:
             raise PotstillError(f"no checkpoint in {self.folder} is whole; to start the run anew, remove that folder")
         return None
 
-    def load(self, path: Path, module: nn.Module, optimizers: list[Optimizer]) -> None:
-        state = _state(module, optimizers)
-        saved = FileSystemReader(path / "state").read_metadata().state_dict_metadata
-        for mine in state["random"].values():  # a run may go on on another kind of device, which has no state there
-            for kind in [kind for kind in mine if f"random.rank{rank()}.{kind}" not in saved]:
-                del mine[kind]
-        try:
-            with quiet():
-                state_dict_loader.load(state, checkpoint_id=path / "state", no_dist=not _distributed())
-        except CheckpointException as error:
-            raise PotstillError(
-                f"checkpoint {path} does not fit this recipe's student and optimizer: choose another folder with run="
-            ) from error
-        settings = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers]
-        set_state_dict(module, optimizers, model_state_dict=state["model"], optim_state_dict=state["optimizers"])
-        for optimizer, groups in zip(optimizers, settings, strict=True):
-            for group, setting in zip(optimizer.param_groups, groups, strict=True):
-                group.update(setting)  # the recipe's, which may be new ones with `resume: anyway`
-        set_random_state(state["random"][f"rank{rank()}"], next(module.parameters()).device)
-
     def _settle(self, progress: Progress) -> None:
         """Links and number of checkpoints as they should be with this one the newest; a kill may have come between."""
         point(self.folder / "latest", self.at(progress.step))
@@ -137,31 +111,3 @@ class Checkpoints:
         for path in self.all()[: -self.keep]:
             if path not in kept:
                 shutil.rmtree(path)
-
-
-def _distributed() -> bool:
-    return torch.distributed.is_initialized()
-
-
-def _state(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-    weights, optimizer_state = get_state_dict(module, optimizers)
-    device = next(module.parameters()).device
-    return {"model": weights, "optimizers": optimizer_state, "random": {f"rank{rank()}": random_state(device)}}
-
-
-def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Of the CPU and of the device the run is on."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        state["mps"] = torch.mps.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    if "mps" in state:
-        torch.mps.set_rng_state(state["mps"])

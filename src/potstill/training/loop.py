@@ -21,13 +21,14 @@ from potstill.recipe import load_recipe
 from potstill.sections import value_at
 from potstill.teachers.several import Prepared
 from potstill.teachers.weighing import ask, complete
-from potstill.training.checkpoint import Progress, random_state, set_random_state
+from potstill.training.checkpoint import Progress
 from potstill.training.diagnosis import Diverged, diagnose, refuse_broken_weights
 from potstill.training.feed import count_steps, open_feed
 from potstill.training.metrics import Stopwatch, peak_memory_bytes, watchers
 from potstill.training.optimizer import lr_factor, set_lr
 from potstill.training.run import Callback, Run
 from potstill.training.setup import Parts, assemble, open_run, resume
+from potstill.training.state import random_state, set_random_state
 from potstill.training.stop import StopSignal
 from potstill.training.student import SAMPLED, SUMS, LossKnobs
 from potstill.types import Batch, PotstillError, Target, Teacher
@@ -72,6 +73,10 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
             return new
 
         while run.step < run.total_steps and not run.stopped_by:
+            if stop.signal:  # since the last look; before the first step there is nothing to save
+                run.stopped_by = stop.signal
+                keep()
+                break
             random = random_state(parts.device)  # of which the micro-batches of a step that is not taken draw
             try:
                 with clock.of("data"):

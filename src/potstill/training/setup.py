@@ -29,6 +29,7 @@ from potstill.training.checkpoint import Checkpoints, Progress
 from potstill.training.metrics import EVALS, whole_lines
 from potstill.training.optimizer import make_optimizers
 from potstill.training.run import Run
+from potstill.training.state import load_state
 from potstill.training.student import StudentLoss
 from potstill.types import Batch, PotstillError, Teacher
 
@@ -211,7 +212,7 @@ def resume(
                 f"{parts.identities}): start the one it had again, choose another folder with run=, or go on all the same with "
                 "checkpoint.resume=anyway"
             )
-        checkpoints.load(path, parts.module, parts.optimizers)
+        load_state(path, parts.module, parts.optimizers)
         if recipe.train.steps is not None:
             progress = Progress(**{**vars(progress), "total_steps": recipe.train.steps})
         run.checkpoint = path

@@ -1,0 +1,182 @@
+"""What training goes on from, as named tensors in safetensors files: weights, optimizers' state, random state.
+
+Nothing here is a pickle: torch.distributed.checkpoint puts where each piece belongs as JSON into the files' headers. What the
+checkpoint's model/ holds bit for bit is not written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Muon, Optimizer
+
+from potstill.models import quiet
+from potstill.parallel.mesh import rank
+from potstill.types import PotstillError
+
+FILE_BYTES = 1 << 30  # of one file, since each is put together in memory
+# What an optimizer keeps of a parameter, once that has had a gradient.
+KEPT = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
+
+
+def save_state(folder: Path, model: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Into the new `folder`, beside `model`, the student as transformers saved it."""
+    weights = weights_of(module)
+    held = set(_held(model, weights))
+    tensors = {name: tensor for name, tensor in weights.items() if name not in held}
+    for optimizer in optimizers:
+        for name, parameter in _parameters(module, optimizer):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"{kind(optimizer)}.{name}.{key}"] = value.detach()
+    for key, value in random_state(next(module.parameters()).device).items():
+        tensors[f"random.rank{rank()}.{key}"] = value
+    writer = HuggingFaceStorageWriter(str(folder), _files(tensors), save_distributed=True)
+    with quiet():
+        save(tensors, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
+
+
+def load_state(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Put a checkpoint's tensors into module, optimizers and random state. Of one that does not fit, nothing."""
+    if not list((checkpoint / "state").glob("*.safetensors")):
+        raise PotstillError(
+            f"checkpoint {checkpoint} is of an earlier version of potstill, whose state/ could run code when it is read: end "
+            f"the run with that version, or begin another with student.model={checkpoint / 'model'} and run="
+        )
+    try:
+        _load(checkpoint, module, optimizers)
+    except (CheckpointException, SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise PotstillError(
+            f"checkpoint {checkpoint} cannot be read ({reason}): choose another folder with run="
+        ) from error
+
+
+def _load(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    state, model = checkpoint / "state", checkpoint / "model"
+    stored, beside = _shapes(state), {f"model.{name}": shape for name, shape in _shapes(model).items()}
+    weights = weights_of(module)
+    kept = [_kept(module, optimizer, stored) for optimizer in optimizers]
+    device = next(module.parameters()).device
+    random = {f"random.rank{rank()}.{key}": value for key, value in random_state(device).items()}
+    random = {name: value for name, value in random.items() if name in stored}  # another kind of device has its own
+    tensors = dict(weights) | random
+    for by_parameter in kept:
+        tensors |= {name: tensor for values in by_parameter.values() for name, tensor in values.items()}
+    if misfit := _misfit(tensors, stored, beside):
+        raise PotstillError(
+            f"checkpoint {checkpoint} does not fit this recipe's student and optimizer ({misfit}): choose another folder with "
+            "run="
+        )
+    _read(state, {name: tensor for name, tensor in tensors.items() if name in stored})
+    _read(model, {name.removeprefix("model."): tensor for name, tensor in weights.items() if name not in stored})
+    for optimizer, by_parameter in zip(optimizers, kept, strict=True):
+        state_of = {i: {name.rsplit(".", 1)[1]: t for name, t in values.items()} for i, values in by_parameter.items()}
+        optimizer.load_state_dict({"state": state_of, "param_groups": optimizer.state_dict()["param_groups"]})
+    set_random_state({name.rsplit(".", 1)[1]: value for name, value in random.items()}, device)
+
+
+def kind(optimizer: Optimizer) -> str:
+    return "muon" if isinstance(optimizer, Muon) else "adamw"
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once however many names it has."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), (name, tensor.detach()))
+    return dict(found.values())
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Of the CPU and of the device the run is on."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if "mps" in state:
+        torch.mps.set_rng_state(state["mps"])
+
+
+def _parameters(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """An optimizer's parameters with their names, in its own order."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _kept(module: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
+    """Room for what is stored of each parameter, by its number. There is nothing of one that never had a gradient."""
+    room: dict[int, dict[str, Tensor]] = {}
+    for number, (name, parameter) in enumerate(_parameters(module, optimizer)):
+        names = {f"{kind(optimizer)}.{name}.{key}" for key in KEPT[kind(optimizer)]}
+        if names & stored.keys():
+            room[number] = {
+                name: torch.empty(()) if name.endswith(".step") else torch.empty_like(parameter.detach())
+                for name in sorted(names)
+            }
+    return room
+
+
+def _misfit(tensors: Mapping[str, Tensor], stored: Mapping[str, torch.Size], beside: Mapping[str, torch.Size]) -> str:
+    """The first tensor that is not there, is of another shape, or has no place; the empty string if there is none."""
+    for name, tensor in tensors.items():
+        there = stored.get(name, beside.get(name))
+        if there is None:
+            return f"{name} is not in it"
+        if there != tensor.shape:
+            return f"{name} is {list(there)} there and {list(tensor.shape)} here"
+    without_place = [name for name in stored if name not in tensors and not name.startswith("random.")]
+    return f"{without_place[0]} has no place here" if without_place else ""
+
+
+def _shapes(folder: Path) -> dict[str, torch.Size]:
+    with quiet():
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: about.size for name, about in found.items() if isinstance(about, TensorStorageMetadata)}
+
+
+def _read(folder: Path, tensors: dict[str, Any]) -> None:
+    if tensors:
+        with quiet():
+            reader = HuggingFaceStorageReader(str(folder))
+            load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+
+
+def _held(model: Path, weights: Mapping[str, Tensor]) -> Iterator[str]:
+    """Which weights stand in the model's own files under the same name, bit for bit. Some architectures are saved in other
+    pieces than they are trained in."""
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                mine, saved = weights.get(f"model.{name}"), file.get_tensor(name)
+                if mine is not None and saved.dtype == mine.dtype and torch.equal(saved, mine.cpu()):
+                    yield f"model.{name}"
+
+
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of the file, from 1, that each tensor goes into."""
+    numbers: dict[str, int] = {}
+    number, filled = 1, 0
+    for name, tensor in tensors.items():
+        if filled and filled + tensor.nbytes > FILE_BYTES:
+            number, filled = number + 1, 0
+        numbers[name], filled = number, filled + tensor.nbytes
+    return numbers

@@ -1,0 +1,172 @@
+"""The tensors of a checkpoint: what is written, what is read back, what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.optim import Optimizer
+
+from potstill.config import OptimizerConfig
+from potstill.training import state
+from potstill.training.optimizer import make_optimizers
+from potstill.training.state import load_state, save_state, weights_of
+from potstill.types import PotstillError
+
+
+class Experts(nn.Module):
+    """Of which a batch goes through some only; the last is never used. `twin` has the first one's weights."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.head = nn.Linear(width, 2)
+        self.twin = nn.Linear(width, width)
+        self.twin.weight = self.experts[0].weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        self.seen += 1
+        return self.head(self.experts[expert](x).tanh()).square().mean()
+
+
+class Holder(nn.Module):
+    """As StudentLoss is one: the model is its attribute `model`."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.model = Experts(width)
+
+
+def made(name: str, seed: int, width: int = 6) -> tuple[Holder, list[Optimizer]]:
+    torch.manual_seed(seed)
+    module = Holder(width)
+    return module, make_optimizers(module.model, module.model.head, OptimizerConfig(name=name, lr=0.1, muon_lr=0.1))
+
+
+def step(module: Holder, optimizers: list[Optimizer], expert: int) -> None:
+    module.model(torch.randn(5, 6), expert).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved(folder: Path, module: nn.Module, optimizers: list[Optimizer], model: dict[str, torch.Tensor]) -> Path:
+    (folder / "model").mkdir(parents=True)
+    save_file(model, folder / "model" / "model.safetensors")
+    save_state(folder / "state", folder / "model", module, optimizers)
+    return folder
+
+
+def names(folder: Path) -> set[str]:
+    found: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= set(file.keys())
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_parameter_may_have_its_first_gradient_after_the_checkpoint(tmp_path: Path, optimizer: str) -> None:
+    """The second expert is first used after it, the third never: neither has optimizer state when it is saved."""
+    module, optimizers = made(optimizer, 0)
+    for _ in range(3):
+        step(module, optimizers, 0)
+    checkpoint = saved(tmp_path / "c", module, optimizers, {"head.bias": module.model.head.bias.detach().clone()})
+    for _ in range(2):
+        step(module, optimizers, 1)
+    again, its_optimizers = made(optimizer, 1)
+    torch.manual_seed(5)
+    load_state(checkpoint, again, its_optimizers)  # with the random state of then
+    for _ in range(2):
+        step(again, its_optimizers, 1)
+    for (name, mine), (_, expected) in zip(again.state_dict().items(), module.state_dict().items(), strict=True):
+        assert torch.equal(mine, expected), name
+    assert again.model.seen == 5
+    untouched = again.model.experts[2].weight
+    assert not any(untouched in o.state for o in its_optimizers)
+
+
+def test_weights_are_stored_once(tmp_path: Path) -> None:
+    """What model/ holds bit for bit is not in state/; what it holds in another form is; a shared weight has one name."""
+    module, optimizers = made("adamw", 0)
+    held = {name.removeprefix("model."): t.clone() for name, t in weights_of(module).items()}
+    held["experts.1.weight"] = held["experts.1.weight"].mT.contiguous()  # the shape is the same, the content is not
+    held["experts.2.bias"] = held["experts.2.bias"].half()
+    del held["experts.2.weight"]
+    checkpoint = saved(tmp_path / "c", module, optimizers, held)
+    assert names(checkpoint / "state") == {
+        "model.experts.1.weight", "model.experts.2.bias", "model.experts.2.weight", "random.rank0.cpu",
+    }  # fmt: skip
+    again, its_optimizers = made("adamw", 1)
+    load_state(checkpoint, again, its_optimizers)
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.state_dict().values(), module.state_dict().values(), strict=True)
+    )
+    assert again.model.twin.weight is again.model.experts[0].weight
+
+
+def test_tensors_go_into_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "FILE_BYTES", 300)
+    module, optimizers = made("adamw", 0)
+    step(module, optimizers, 0)
+    checkpoint = saved(tmp_path / "c", module, optimizers, {})
+    assert len(list((checkpoint / "state").glob("*.safetensors"))) > 5
+    again, its_optimizers = made("adamw", 1)
+    load_state(checkpoint, again, its_optimizers)
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.state_dict().values(), module.state_dict().values(), strict=True)
+    )
+    assert set(its_optimizers[0].state) == {*again.model.head.parameters(), *again.model.experts[0].parameters()}
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    module, optimizers = made("adamw", 0)
+    step(module, optimizers, 0)
+    checkpoint = saved(tmp_path / "c", module, optimizers, {})
+
+    def refused(name: str, width: int, words: str) -> None:
+        other, its_optimizers = made(name, 1, width)
+        before = {key: value.clone() for key, value in other.state_dict().items()}
+        with pytest.raises(
+            PotstillError, match=f"does not fit this recipe's student and optimizer \\({words}\\): choose"
+        ):
+            load_state(checkpoint, other, its_optimizers)
+        assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+
+    refused("adamw", 7, r"model\.experts\.0\.weight is \[6, 6\] there and \[7, 7\] here")
+    refused("muon", 6, r"adamw\.model\.experts\.0\.weight\.exp_avg has no place here")
+    more, its_optimizers = made("adamw", 1)
+    more.model.extra = nn.Linear(2, 2)
+    with pytest.raises(PotstillError, match=r"\(model\.extra\.weight is not in it\)"):
+        load_state(checkpoint, more, its_optimizers)
+
+
+class Planted:
+    """Whoever unpickles it runs code."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.mark,)
+
+
+def test_an_old_checkpoint_is_refused_and_not_unpickled(tmp_path: Path) -> None:
+    folder, mark = tmp_path / "step-00000002", tmp_path / "ran"
+    (folder / "state").mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp"):
+        (folder / "state" / name).write_bytes(pickle.dumps(Planted(mark)))
+    module, optimizers = made("adamw", 0)
+    with pytest.raises(
+        PotstillError, match=r"step-00000002 is of an earlier version of potstill, whose state/ could run"
+    ):
+        load_state(folder, module, optimizers)
+    assert not mark.exists()
+    pickle.loads((folder / "state" / ".metadata").read_bytes())
+    assert mark.exists()  # it would have
