@@ -1,14 +1,18 @@
 """Evaluation numbers against numbers worked out another way."""
 
+import json
 import math
 
 import pytest
 import torch
-from tiny import CPU, batch_of, examples, tiny
+from tiny import CPU, LLAMA, batch_of, examples, tiny
+from tiny_tokenizer import CHATML
 
-from potstill.config import DataConfig
+from potstill.config import DataConfig, StudentConfig
 from potstill.evals.fidelity import _binned, _expected_calibration_error, complete, evaluate, evaluation_batches
+from potstill.models import load_student
 from potstill.teachers.live import LiveTeacher
+from potstill.types import PotstillError
 
 TEXT = "The state of the Union is strong — très forte 💪, as ever.\n" * 7
 
@@ -37,6 +41,102 @@ def test_bits_per_byte_counts_every_byte_once(tmp_path, packing):
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / result["bytes"], rel=1e-5)
     assert result["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5)
     assert result["kl"] is None and result["agreement"] is None
+
+
+def with_tokenizer(name, template=None):
+    student = load_student(StudentConfig(config=LLAMA, tokenizer=f"shipped:tokenizers/{name}"), CPU, 0)
+    student.tokenizer.chat_template = template
+    return student
+
+
+def data_of(path, **keys):
+    return DataConfig.model_validate({"sources": [{"files": str(path), **keys.pop("columns", {})}], **keys})
+
+
+@pytest.mark.parametrize(
+    ("max_length", "piece_bytes", "packing"), [(24, None, True), (16, 350, False), (2, None, True)]
+)
+def test_two_tokenizers_are_scored_on_the_same_bytes_and_these_are_the_files(
+    tmp_path, max_length, piece_bytes, packing
+):
+    path = tmp_path / "a.jsonl"
+    texts = [TEXT, "Fellow citizens", "<|endoftext|> is a mark of one of them, and </s> one of others: 日本語 💪"]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = data_of(path, max_length=max_length, piece_bytes=piece_bytes, packing=packing)
+    for name in ("bytes-2k", "pieces-1k"):
+        student = with_tokenizer(name)
+        result = evaluate(student, LiveTeacher(student, 100, "it"), evaluation_batches(data, student, 3, None), CPU)
+        assert result["bytes"] == sum(len(text.encode()) for text in texts)
+        # Every token that the text's pieces have, once, with a teacher too.
+        whole = data.model_copy(update={"max_length": 128, "piece_bytes": piece_bytes or 4 * max_length})
+        assert result["tokens"] == sum(len(batch.rows) for batch in evaluation_batches(whole, student, 3, None))
+        assert result["agreement"] == 1 and result["kl"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_windows_of_a_long_text_are_worked_out_token_by_token(tmp_path, packing):
+    """A token sees the text from the beginning, or from half a window before the first that its window scores."""
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    student = tiny(0)
+    data = data_of(tmp_path / "a.txt", max_length=17, piece_bytes=2000, packing=packing)
+    result = evaluate(student, None, evaluation_batches(data, student, 2, None), CPU)
+    bos, *ids = student.tokenizer(TEXT).input_ids
+    nats = 0.0
+    for place, token in enumerate(ids):
+        seen = ids[:place] if place < 16 else ids[place - 8 - place % 8 : place]
+        with torch.no_grad():
+            nats -= student.model.eval()(torch.tensor([[bos, *seen]])).logits[0, -1].log_softmax(-1)[token].item()
+    assert (result["tokens"], result["bytes"]) == (len(ids), len(TEXT.encode()))
+    assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(TEXT.encode()), rel=1e-5)
+
+
+def test_a_long_chat_is_scored_whole_and_its_prompts_are_not(tmp_path):
+    turns = [("user", "Why? " * 30), ("assistant", "Because. " * 20), ("user", "Oh."), ("assistant", "Yes — " * 9)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    answers = sum(len(content.encode()) for role, content in turns if role == "assistant")
+    for name in ("bytes-2k", "pieces-1k"):
+        student = with_tokenizer(name, CHATML)
+        tokens, sizes = set(), set()
+        for max_length in (12, 9, 4096):
+            data = data_of(tmp_path / "chat.jsonl", columns={"messages": "messages"}, max_length=max_length)
+            batches = list(evaluation_batches(data, student, 4, None))
+            sizes.add(sum(example.supervised_bytes for batch in batches for example in batch.examples))
+            assert max(batch.input_ids.shape[1] for batch in batches) <= max_length
+            tokens.add(sum(len(batch.rows) for batch in batches))
+        marks = 0 if name == "bytes-2k" else 2 * len("<|im_end|>\n")  # text to a tokenizer that does not know them
+        assert sizes == {answers + marks} and len(tokens) == 1
+
+
+@pytest.mark.parametrize("max_length", [6, 64])
+def test_an_answer_has_the_same_bytes_whatever_token_begins_in_its_prompt(tmp_path, max_length):
+    records = [{"q": "The people ", "a": "of the United States"}, {"q": "We are", "a": " the people.\n"}]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    columns = {"prompt": "q", "completion": "a"}
+    for name in ("bytes-2k", "pieces-1k"):
+        student = with_tokenizer(name)
+        data = data_of(tmp_path / "pairs.jsonl", columns=columns, max_length=max_length)
+        result = evaluate(student, None, evaluation_batches(data, student, 4, None), CPU)
+        assert result["bytes"] == sum(len(record["a"]) for record in records)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_number_of_examples_is_of_pieces_not_of_windows(tmp_path, packing):
+    (tmp_path / "a.txt").write_text("".join(f"{i}. {line}\n" for i, line in enumerate(TEXT.split("\n"))))
+    student = tiny(0)
+    data = data_of(tmp_path / "a.txt", max_length=9, piece_bytes=100, packing=packing)
+    batches = list(evaluation_batches(data, student, 2, 3))
+    texts = {example.text for batch in batches for example in batch.examples}
+    assert len(texts) == 3
+    scored = sum(example.supervised_bytes for batch in batches for example in batch.examples)
+    assert scored == sum(len(text.encode()) for text in texts)
+
+
+def test_a_window_without_room_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    student = tiny(0)
+    with pytest.raises(PotstillError, match=r"^eval.data.max_length: 1 leaves no room for a token and one before it"):
+        list(evaluation_batches(data_of(tmp_path / "a.txt", max_length=1), student, 2, None))
 
 
 def test_the_teacher_against_itself_and_another():

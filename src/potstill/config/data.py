@@ -62,7 +62,8 @@ class DataConfig(Section):
 
     sources: Annotated[list[SourceConfig], Field(min_length=1)] = Field(description="where the records come from")
     max_length: Positive = Field(
-        1024, description="longest sequence in the student's tokens; longer ones are cut, and counted"
+        1024,
+        description="longest sequence in the student's tokens; longer ones are cut and counted; in evaluation, read in windows",
     )
     piece_bytes: Positive | None = Field(
         None,

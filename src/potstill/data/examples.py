@@ -52,6 +52,8 @@ class Encoded:
     length: int  # in tokens, after cutting
     cut: int  # tokens beyond max_length
     example: Example | None = None
+    further: tuple[Encoded, ...] = ()  # evaluation: what is beyond max_length, in windows of their own
+    goes_on: bool = False  # is one of these
 
 
 def text_key(text: str) -> str:
@@ -201,15 +203,39 @@ def _text(record: Mapping[str, Any], column: str, where: str) -> str:
     return value
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """A piece's tokens. L of them."""
+
+    ids: npt.NDArray[np.int32]  # [L]
+    supervised: npt.NDArray[np.bool_]  # [L]
+    sizes: npt.NDArray[np.int64]  # [L]; bytes that each supervised one stands for, and no other does
+    ends: npt.NDArray[np.int64] | None = None  # [L]; as Example has them
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def at(self, places: Any) -> Tokens:
+        return Tokens(*(None if part is None else part[places] for part in vars(self).values()))  # type: ignore[arg-type]
+
+
 class Encoder:
     """Tokenizes pieces, many at once.
 
-    For evaluation every token of the text is scored, the first too, and nothing but the text, whatever the tokenizer puts
-    around it: else bits per byte of two tokenizers would be of different bytes. `ends`: examples know where tokens end.
+    What is longer than max_length is cut and counted. For evaluation nothing is: every token of the text is scored, the first
+    too, in as many windows as it takes, and nothing but the text, whatever the tokenizer puts around it: else bits per byte of
+    two tokenizers would be of different bytes. `ends`: examples know where tokens end.
     """
 
     def __init__(
-        self, tokenizer: Any, *, max_length: int, append_eos: bool, evaluation: bool = False, ends: bool = False
+        self,
+        tokenizer: Any,
+        *,
+        max_length: int,
+        append_eos: bool,
+        evaluation: bool = False,
+        ends: bool = False,
+        key: str = "data",
     ) -> None:
         if not tokenizer.is_fast:
             raise PotstillError(
@@ -218,6 +244,7 @@ class Encoder:
             )
         self._backend = untrimmed(tokenizer.backend_tokenizer)
         self._max_length = max_length
+        self._key = key  # of max_length, for messages
         self._evaluation = evaluation
         self._ends = ends
         self._eos: int | None = tokenizer.eos_token_id if append_eos and not evaluation else None
@@ -240,6 +267,19 @@ class Encoder:
         return [e or Encoded(piece, False, 0, 0) for e, piece in zip(encoded, pieces, strict=True)]
 
     def _one(self, piece: Piece, encoding: tokenizers.Encoding) -> Encoded:
+        tokens = self._tokens(piece, encoding)
+        cut = max(0, len(tokens) - self._max_length)
+        if not cut:
+            return self._encoded(piece, tokens)
+        if not self._evaluation:
+            return self._encoded(piece, tokens.at(slice(self._max_length)), cut)
+        windows = [self._encoded(piece, window) for window in self._windows(piece, tokens)]
+        if not windows:
+            return Encoded(piece, False, len(tokens), 0)
+        return replace(windows[0], further=tuple(replace(window, goes_on=True) for window in windows[1:]))
+
+    def _tokens(self, piece: Piece, encoding: tokenizers.Encoding) -> Tokens:
+        """All of them, and what is supervised."""
         ids = np.array(encoding.ids, dtype=np.int32)
         spans = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64, count=2 * len(ids)).reshape(-1, 2)
         before, after = (0, 0) if piece.template else (self._before, self._after)
@@ -254,34 +294,62 @@ class Encoder:
             spans = np.append(spans, [[len(piece.text)] * 2], axis=0)
         supervised = np.zeros(len(ids), dtype=np.bool_)
         for begin, end in piece.spans or ((0, len(piece.text)),):
-            # A token belongs to where it begins: one that straddles the end of a prompt is the prompt's.
+            # A token belongs to where it begins: one that straddles the end of a prompt is the prompt's. It is scored all the
+            # same: how many bytes an answer has must not depend on the tokenizer.
             supervised |= (spans[:, 0] >= begin) & (spans[:, 0] < end)
+            if self._evaluation and begin < end:
+                supervised |= (spans[:, 0] < begin) & (spans[:, 1] > begin)
         if not piece.template:
             supervised[text_end:] = True
-        if self._start is not None and not piece.template and before == 0 and supervised[:1].any():
+        if self._start is not None and before == 0 and supervised[:1].any():
             ids, supervised = np.insert(ids, 0, self._start), np.insert(supervised, 0, False)
             spans = np.insert(spans, 0, 0, axis=0)
         supervised[: max(1, before)] = False
-        cut = max(0, len(ids) - self._max_length)
-        if cut:
-            ids, spans, supervised = ids[:-cut], spans[:-cut], supervised[:-cut]
-        if not supervised.any():
-            return Encoded(piece, False, len(ids), cut)
-        with_bytes = spans[supervised & ~self._special[ids]]
+        # A template's marks are not text. Where they stand in a text of its own they are as any other part of it.
+        marks = self._special[ids] if piece.template or not self._evaluation else np.zeros_like(supervised)
+        sizes = np.zeros(len(ids), dtype=np.int64)
+        sizes[supervised & ~marks] = _bytes_each(piece, spans[supervised & ~marks])
+        return Tokens(ids, supervised, sizes, _byte_ends(piece.text, spans[:, 1]) if self._ends else None)
+
+    def _windows(self, piece: Piece, tokens: Tokens) -> Iterator[Tokens]:
+        """All that is supervised, each token once, with at least half a window before it where there is as much. Each window
+        begins as the text does, where that is with bos."""
+        begins = 0 if piece.template else self._before
+        if not begins and len(tokens) and tokens.ids[0] == self._start and not tokens.supervised[0]:
+            begins = 1
+        room = self._max_length - begins
+        context = room // 2
+        if room - context < 1 or begins + context < 1:
+            raise PotstillError(
+                f"{self._key}.max_length: {self._max_length} leaves no room for a token and one before it"
+            )
+        places = np.arange(len(tokens))
+        end = 0
+        while len(left := np.flatnonzero(tokens.supervised[end:])):
+            first = end + int(left[0])
+            begin = begins if first < self._max_length else first - context
+            end = min(len(tokens), begin + room)
+            window = tokens.at(np.concatenate([places[:begins], places[begin:end]]))
+            scored = places[: len(window)] >= first - begin + begins
+            yield replace(window, supervised=window.supervised & scored, sizes=np.where(scored, window.sizes, 0))
+
+    def _encoded(self, piece: Piece, tokens: Tokens, cut: int = 0) -> Encoded:
+        if not tokens.supervised.any():
+            return Encoded(piece, False, len(tokens), cut)
         example = Example(
             key=piece.key,
             text=piece.text,
-            ids=ids,
-            supervised=supervised,
-            supervised_bytes=_bytes_covered(piece.text, with_bytes),
+            ids=tokens.ids,
+            supervised=tokens.supervised,
+            supervised_bytes=int(tokens.sizes.sum()),
             messages=piece.messages,
             tools=piece.tools,
             columns=piece.columns,
             spans=piece.spans,
-            ends=_byte_ends(piece.text, spans[:, 1]) if self._ends else None,
+            ends=tokens.ends,
             source=piece.source,
         )
-        return Encoded(piece, True, len(ids), cut, example)
+        return Encoded(piece, True, len(tokens), cut, example)
 
 
 class LengthsOnly:
@@ -308,24 +376,33 @@ def _digest(piece: Piece) -> bytes:
 _NO_TEXT = Piece("", "")
 
 
-def _bytes_covered(text: str, spans: npt.NDArray[np.int64]) -> int:
-    """UTF-8 bytes of the union of character spans."""
-    steps = np.bincount(spans[:, 0], minlength=len(text) + 1) - np.bincount(spans[:, 1], minlength=len(text) + 1)
-    covered = np.cumsum(steps)[:-1] > 0
-    if text.isascii():
-        return int(covered.sum())
-    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)[covered]
-    return int(sum(int((points >= least).sum()) for least in (0, 0x80, 0x800, 0x10000)))
+def _bytes_each(piece: Piece, spans: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """UTF-8 bytes of what is to be supervised that the token of each character span is the first to cover. Of several tokens
+    of one character the first has it."""
+    wanted = np.zeros(len(piece.text), dtype=np.bool_)
+    for begin, end in piece.spans or ((0, len(piece.text)),):
+        wanted[begin:end] = True
+    upto = _bytes_before(piece.text, wanted)
+    order = np.argsort(spans[:, 0], kind="stable")
+    begins, ends = spans[order].T
+    reached = np.maximum.accumulate(ends)
+    known = np.concatenate([[0], reached[:-1]])[: len(order)]
+    sizes = np.empty(len(order), dtype=np.int64)
+    sizes[order] = upto[reached] - upto[np.minimum(np.maximum(begins, known), reached)]
+    return sizes
 
 
 def _byte_ends(text: str, ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Ends of tokens in characters, as ends in UTF-8 bytes. Of several tokens of one character each ends where it does."""
     ends = np.maximum.accumulate(ends)
-    if text.isascii():
-        return ends
+    return ends if text.isascii() else _bytes_before(text, None)[ends]
+
+
+def _bytes_before(text: str, wanted: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.int64]:
+    """How many UTF-8 bytes stand before each character, and before the end. Only characters that are `wanted` count."""
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     sizes = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
-    result: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(sizes)])[ends]
+    result: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(sizes if wanted is None else sizes * wanted)])
     return result
 
 

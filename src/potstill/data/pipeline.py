@@ -77,8 +77,8 @@ class Windows:
     `epochs=None` goes round without end; with epochs the last window may be smaller. `limit` ends after so many
     examples. A reader that must not stand still between groups wants them `Prefetched(windows, windows.group_windows)`.
     What lies in a window does not depend on `micro_batch_size`. `key` names the section of the recipe in messages.
-    `evaluation` scores all of a text and only the text, without eos. A `state` of sources that have changed since is
-    refused unless `changed_data_ok`.
+    `evaluation` scores all of a text and only the text, without eos; it has no state to begin again from. A `state` of
+    sources that have changed since is refused unless `changed_data_ok`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Windows:
         self._pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         self.group_windows = max(1, min(GROUP_WINDOWS, GROUP_TOKENS // (batch_size * data.max_length)))
         self._encode: Encode = Encoder(
-            tokenizer, max_length=data.max_length, append_eos=data.append_eos, evaluation=evaluation
+            tokenizer, max_length=data.max_length, append_eos=data.append_eos, evaluation=evaluation, key=key
         )
         self._state = state if state is not None else _beginning(len(data.sources))
         self._blocks, self._fingerprints = open_stream(
@@ -162,7 +162,8 @@ class Windows:
                 raise PotstillError(_nothing_left(self._key, dropped))
             if not pool:
                 return
-            more = items.peek() is not None and kept != self._limit
+            following = items.peek()
+            more = following is not None and not self._enough(following, kept)
             lay_out = self._packed if self._data.packing else self._bucketed
             rows, waiting = lay_out(pool, len(waiting), more, generator(self._seed, 5, before["group"]))
             after = _position(items, waiting) | {"kept": kept, "group": before["group"] + 1, "windows": 0}
@@ -183,11 +184,12 @@ class Windows:
         while (item := items.peek()) is not None:
             if item.encoded.kept:
                 ended = epoch is not None and item.place.block.epoch != epoch
-                if used >= self.group_windows * one_window or (ended and used >= one_window) or kept == self._limit:
+                full = used >= self.group_windows * one_window or (ended and used >= one_window)
+                if full or self._enough(item, kept):
                     break
                 pool.append(next(items))
                 used += item.encoded.length if packing else 1
-                kept += 1
+                kept += not item.encoded.goes_on
                 epoch, barren = item.place.block.epoch, None
                 continue
             next(items)
@@ -196,6 +198,10 @@ class Windows:
             if item.place.block.epoch > barren + 1:
                 raise PotstillError(_nothing_left(self._key, dropped))
         return pool, dropped, kept
+
+    def _enough(self, item: Item, kept: int) -> bool:
+        """Whether `limit` ends before this item. What belongs to an example before it is still of it."""
+        return kept == self._limit and not item.encoded.goes_on
 
     def _packed(
         self, pool: list[Item], urgent: int, more: bool, random: np.random.Generator
@@ -272,8 +278,9 @@ class Items:
         number = 0
         while some := list(islice(pieces, PIECES_AT_ONCE)):
             for encoded, (_, place) in zip(encode([piece for piece, _ in some]), some, strict=True):
-                yield Item(encoded, place, number)
-                number += 1
+                for one in (encoded, *encoded.further):
+                    yield Item(one, place, number)
+                    number += 1
 
     def __iter__(self) -> Iterator[Item]:
         return self
@@ -322,15 +329,16 @@ def _example(item: Item) -> Example:
 
 def _counted(items: list[Item], batches: Sequence[Batch]) -> dict[str, int]:
     tokens = sum(item.encoded.length for item in items)
+    begun = [item for item in items if not item.encoded.goes_on]
     return {
-        "documents": sum(item.encoded.piece.first for item in items),
-        "examples": len(items),
+        "documents": sum(item.encoded.piece.first for item in begun),
+        "examples": len(begun),
         "tokens": tokens,
         "supervised_tokens": sum(batch.supervised_tokens for batch in batches),
         "padding_tokens": sum(batch.input_ids.numel() for batch in batches) - tokens,
         "cut_examples": sum(item.encoded.cut > 0 for item in items),
         "cut_tokens": sum(item.encoded.cut for item in items),
-        "split_conversations": sum(item.encoded.piece.split for item in items),
+        "split_conversations": sum(item.encoded.piece.split for item in begun),
     }
 
 
