@@ -28,9 +28,10 @@ from potstill.teachers import signal
 from potstill.teachers.build import _batches, build, by_tokens
 from potstill.teachers.cached import CachedTeacher
 from potstill.teachers.codec import Format, encode, read_top_k, to_bytes
+from potstill.teachers.manifest import signal_keys
 from potstill.teachers.reading import TeacherText, pieces_of
 from potstill.teachers.shelf import Shelf
-from potstill.teachers.store import Cache, Writer, create, signal_keys
+from potstill.teachers.store import Cache, Writer, create
 from potstill.types import Batch, Example
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,7 +24,8 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     beside = path.with_name(f"{UNFINISHED}{os.getpid()}-{path.name}")  # two processes may write the same
     try:
-        with open(beside, "wb") as file:
+        beside.unlink(missing_ok=True)
+        with open(beside, "xb") as file:  # never through a link that stands there
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -63,7 +64,8 @@ def refusal(folder: Path) -> OSError | None:
     """What the disk says to one more small file. Libraries that write for us make something else of a full disk."""
     path = folder / f"{UNFINISHED}refused"
     try:
-        with open(path, "wb") as file:
+        path.unlink(missing_ok=True)
+        with open(path, "xb") as file:
             file.write(bytes(1 << 16))
             file.flush()
             os.fsync(file.fileno())
@@ -121,7 +123,12 @@ def point(link: Path, target: Path) -> None:
 def remove_unfinished(folder: Path) -> None:
     """Remove what an interrupted writer left."""
     for left in folder.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        remove(left)
+
+
+def remove(path: Path) -> None:
+    """A file, a folder with all in it, or nothing; of a link the link."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def _checksums(folder: Path, sync: bool) -> dict[str, dict[str, int]]:

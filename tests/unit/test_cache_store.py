@@ -24,6 +24,7 @@ from potstill.files import MANIFEST, UNFINISHED
 from potstill.teachers import store
 from potstill.teachers.codec import Format, encode, read_chosen, to_bytes
 from potstill.teachers.inspect import _at_ids, share_that_differs, verify
+from potstill.teachers.manifest import signal_keys
 from potstill.teachers.shard import open_shard
 from potstill.teachers.store import (
     Cache,
@@ -33,7 +34,6 @@ from potstill.teachers.store import (
     identity_of,
     read_manifest,
     shard_names,
-    signal_keys,
 )
 from potstill.types import PotstillError
 
@@ -683,16 +683,17 @@ def test_a_file_in_place_of_a_cache(tmp_path):
     )
 
 
-def test_a_creation_that_was_killed_half_way(tmp_path):
+def test_a_creation_that_was_killed_half_way(tmp_path, monkeypatch):
     """The folder has files and no manifest, as if it were somebody's: it is known to be ours, and begun again."""
 
-    def killed(folder: Path) -> None:
-        fill(folder)
+    def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
     folder = tmp_path / "cache"
+    monkeypatch.setattr(store, "_write_manifest", killed)
     with pytest.raises(KeyboardInterrupt):
-        create(folder, IDENTITY, killed)
+        create(folder, IDENTITY, fill)
+    monkeypatch.undo()
     assert (folder / "tokenizer").exists() and not (folder / MANIFEST).exists()
     new_cache(folder)
     write(folder, range(3))

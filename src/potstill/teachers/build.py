@@ -27,6 +27,7 @@ from potstill.data import Piece
 from potstill.files import MANIFEST, UNFINISHED
 from potstill.models import LanguageModel
 from potstill.teachers.codec import NOTHING, Signal, encode, to_bytes
+from potstill.teachers.manifest import HEAD, PROBE, TOKENIZER, part, read_manifest, signal_keys
 from potstill.teachers.origin import CLOSE, LiveOrigin, Origin, save_head
 from potstill.teachers.reading import (
     TeacherText,
@@ -35,13 +36,12 @@ from potstill.teachers.reading import (
     piece_bytes,
     pieces_of,
 )
-from potstill.teachers.store import SHARD_BYTES, Cache, Writer, adopt, begun_cache, create, read_manifest, signal_keys
+from potstill.teachers.store import SHARD_BYTES, Cache, Writer, adopt, begun_cache, create
 from potstill.types import Example, PotstillError
 
 GROUP_PIECES = 2048  # sorted by length together
 SHARD_SECONDS = 60.0  # at most so much work is lost when a build is killed
 BATCH_TOKENS = 4096  # of a forward pass
-PROBE = "probe.json"  # of a server that does not say what its weights are: see openai.py
 WAITING = 4  # batches whose signal waits to be packed and written
 STALE_SECONDS = 600.0  # an unfinished file older than this has no writer any more
 
@@ -112,17 +112,23 @@ class Scribe:
 
     def _beside(self, folder: Path) -> None:
         """What a reader needs besides the shards: the tokenizer, and with hidden states the head."""
-        self.origin.tokenizer.save_pretrained(folder / "tokenizer")
+        self.origin.tokenizer.save_pretrained(folder / TOKENIZER)
         if self.form.kind == "hidden":
-            save_head(self.origin.head(self.form.vocabulary), folder / "head.safetensors")
+            save_head(self.origin.head(self.form.vocabulary), folder / HEAD)
         if self.origin.probe is not None:
             (folder / PROBE).write_text(json.dumps(list(self.origin.probe)), encoding="utf-8")
 
     def _check_probe(self, folder: Path) -> None:
         """That a server whose model has no fingerprint says of a text what it said when the cache was begun."""
-        if self.origin.probe is None or not (folder / PROBE).exists():
+        if self.origin.probe is None or not part(folder, PROBE).exists():
             return
-        before, now = np.array(json.loads((folder / PROBE).read_text(encoding="utf-8"))), np.array(self.origin.probe)
+        try:
+            before = np.array(json.loads(part(folder, PROBE).read_text(encoding="utf-8")), dtype=np.float64)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise PotstillError(
+                f"{folder / PROBE} is not what potstill wrote ({error}): choose another folder"
+            ) from error
+        now = np.array(self.origin.probe)
         if before.shape != now.shape or float(np.abs(before - now).mean()) > CLOSE:
             raise PotstillError(
                 f"{folder} was built with another model than the server has now, though both are called "

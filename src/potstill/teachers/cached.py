@@ -15,6 +15,7 @@ from potstill.models import check_rows, load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
 from potstill.sections import fixed_value
 from potstill.teachers.codec import Document, Format
+from potstill.teachers.manifest import tokenizer_of
 from potstill.teachers.reading import chat_kwargs, template_fingerprint
 from potstill.teachers.scored import Chosen, Scored, read_chosen, read_hidden, read_rest, read_sampled, read_top_k
 from potstill.teachers.shelf import Shelved
@@ -129,7 +130,7 @@ def check_cache(
     cache: Cache, student: LanguageModel, data: DataConfig, loss: LossConfig, where: str
 ) -> tuple[int, float]:
     """How many ids student and cache share, and the loss's temperature; an error where the recipe and the cache do not fit."""
-    tokenizer = load_tokenizer(str(cache.folder / "tokenizer"), where)
+    tokenizer = load_tokenizer(str(tokenizer_of(cache.folder)), where)
     width = same_tokenizer(student.tokenizer, tokenizer, where)
     check_rows("student", student, width, where)
     if width < cache.form.vocabulary and cache.form.kind != "hidden":

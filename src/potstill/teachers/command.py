@@ -23,9 +23,10 @@ from potstill.recipe import checked, load_recipe
 from potstill.teachers.build import Progress, Terminated, build, ranks, sigterm_interrupts
 from potstill.teachers.codec import DTYPES, Format
 from potstill.teachers.inspect import Report, coverage, describe, described, signal_in_words, verify
+from potstill.teachers.manifest import IMPORTED, form_of, read_manifest, tokenizer_of
 from potstill.teachers.origin import LiveOrigin, Origin
 from potstill.teachers.remote import open_server
-from potstill.teachers.store import IMPORTED, Cache, begun_cache, form_of, read_manifest
+from potstill.teachers.store import Cache, begun_cache
 from potstill.types import PotstillError
 
 RECIPES = (".yaml", ".yml", ".json")
@@ -340,7 +341,7 @@ def show_info(folder: Path, source: dict[str, Any] | None, as_json: bool) -> boo
     facts: dict[str, Any] = describe(cache) if as_json else described(cache)
     if source is not None:
         data = checked(DataConfig, {"sources": [source]}, "--data")
-        tokenizer = load_tokenizer(str(folder / "tokenizer"), str(folder))
+        tokenizer = load_tokenizer(str(tokenizer_of(folder)), str(folder))
         with in_words_of_options(True):
             found = coverage(cache, data, tokenizer, key="--data")
         facts |= {"coverage": asdict(found)} if as_json else {"coverage": str(found)}

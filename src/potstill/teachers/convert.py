@@ -35,7 +35,8 @@ from potstill.teachers.codec import (
     unpack,
 )
 from potstill.teachers.imports import LAST_TOKENS, REASONS, Imported, Values, import_cache
-from potstill.teachers.store import IDENTITY, SHARD_BYTES, Cache, Writer, create, signal_keys
+from potstill.teachers.manifest import IDENTITY, part, signal_keys
+from potstill.teachers.store import SHARD_BYTES, Cache, Writer, create
 from potstill.types import PotstillError
 
 ROWS_AT_ONCE = 2**15
@@ -60,6 +61,7 @@ def convert_cache(
     """Write to `out` what `source` holds, with fewer entries a token or for fewer temperatures. A conversion that was
     interrupted goes on when it is run again."""
     cache = Cache(source)
+    cache.check_files()
     form = _smaller(cache, k, temperatures)
     if out.resolve() == source.resolve():
         raise PotstillError(f"--out: {out} is the cache itself: choose another folder")
@@ -119,7 +121,7 @@ def _copy_beside(cache: Cache, folder: Path) -> None:
     """What stands beside the shards: of top_k the tokenizer."""
     for name in cache.manifest["files"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(cache.folder / name, folder / name)
+        shutil.copyfile(part(cache.folder, name), folder / name)
 
 
 def _add(writer: Writer, form: Format, documents: Sequence[tuple[str, Document]]) -> None:

@@ -24,8 +24,9 @@ from potstill.files import UNFINISHED, could_not_write
 from potstill.models import load_tokenizer
 from potstill.teachers.codec import LARGEST_VOCABULARY, STEPS_PER_NAT, Format, encode, to_bytes
 from potstill.teachers.foreign import Record, maxtext_records, parquet_records
+from potstill.teachers.manifest import IMPORTED, signal_keys
 from potstill.teachers.reading import TeacherText, template_fingerprint, tokenizer_fingerprint
-from potstill.teachers.store import IMPORTED, SHARD_BYTES, Cache, Writer, begun_cache, create, signal_keys
+from potstill.teachers.store import SHARD_BYTES, Cache, Writer, begun_cache, create
 from potstill.types import Example, PotstillError
 
 Layout = Literal["maxtext", "parquet"]

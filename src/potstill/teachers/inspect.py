@@ -14,13 +14,13 @@ import torch
 
 from potstill.config import DataConfig
 from potstill.data import collate
-from potstill.files import checksums_differ
 from potstill.models import LanguageModel
 from potstill.teachers.codec import Document, Format, read_chosen, read_hidden, read_rest, read_sampled, read_top_k
+from potstill.teachers.manifest import IMPORTED
 from potstill.teachers.reading import dtype_name, pieces_of, tokenizer_fingerprint, weights_fingerprint
 from potstill.teachers.shard import Shard, whole
 from potstill.teachers.signal import signal_of, uniforms
-from potstill.teachers.store import IMPORTED, Cache
+from potstill.teachers.store import Cache, beside_differs
 from potstill.types import Example, PotstillError
 
 AT_ONCE = 4096
@@ -137,8 +137,11 @@ def verify(
     cache = Cache(folder, report.damage)
     worst = 0.0
     duplicates = len(cache) - len(np.unique(cache.keys(), axis=0))
-    if what := checksums_differ(folder, cache.manifest["files"]):
-        report.damage.append(what)
+    try:
+        if what := beside_differs(folder, cache.manifest):
+            report.damage.append(what)
+    except PotstillError as error:
+        report.damage.append(str(error))
     for number, shard in enumerate(cache.shards):
         progress(number, len(cache.shards))
         if not whole(folder, shard.name):

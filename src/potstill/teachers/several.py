@@ -20,12 +20,13 @@ from potstill.teachers.aligned import AlignedCached, AlignedTeacher, Rereader, c
 from potstill.teachers.build import Scribe
 from potstill.teachers.cached import CachedTeacher, check_cache, check_loss, check_pieces
 from potstill.teachers.live import LiveTeacher
+from potstill.teachers.manifest import read_manifest, tokenizer_of
 from potstill.teachers.origin import LiveOrigin, Origin
 from potstill.teachers.pairing import Pairing
 from potstill.teachers.reading import as_cached, chat_kwargs, piece_of
 from potstill.teachers.remote import RemoteOrigin, StudentTopK, open_remote, open_server
 from potstill.teachers.shelf import Shelf
-from potstill.teachers.store import Cache, read_manifest
+from potstill.teachers.store import Cache
 from potstill.teachers.weighing import RoutedTeacher
 from potstill.types import Batch, PotstillError, Teacher
 
@@ -128,7 +129,7 @@ class Opening:
     def cached_tokenizer(self) -> Any:
         folder = Path(self.config.cache or "")
         read_manifest(folder)
-        return load_tokenizer(str(folder / "tokenizer"), f"{self.where}.cache")
+        return load_tokenizer(str(tokenizer_of(folder)), f"{self.where}.cache")
 
     def aligned(self, language_model: LanguageModel) -> AlignedTeacher:
         config = self.config

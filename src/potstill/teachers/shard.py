@@ -6,7 +6,6 @@ import ctypes
 import json
 import mmap
 import os
-import re
 import struct
 import zlib
 from collections.abc import Mapping
@@ -20,9 +19,9 @@ import torch
 
 from potstill.files import checksums_differ
 from potstill.teachers.codec import Document, Format, from_bytes
+from potstill.teachers.manifest import SHARD, part
 from potstill.types import PotstillError
 
-SHARD = re.compile(r"shard-(\d+)-([0-9a-f]{8})\.safetensors")  # bytes, crc32
 MADVISE = getattr(ctypes.CDLL(None), "madvise", None)  # a hint, where the system takes it
 DTYPES = {"U8": "u1", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 
@@ -85,7 +84,7 @@ def open_shard(folder: Path, name: str, identity: str) -> Shard:
     checksums when they are read."""
     match = SHARD.fullmatch(name)
     assert match is not None
-    path = folder / name
+    path = part(folder, name)
     try:
         size = path.stat().st_size
         if size != int(match[1]):
@@ -125,4 +124,5 @@ def whole(folder: Path, name: str) -> bool:
     """Whether a shard is what its name says."""
     match = SHARD.fullmatch(name)
     assert match is not None
+    part(folder, name)
     return checksums_differ(folder, {name: {"bytes": int(match[1]), "crc32": int(match[2], 16)}}) is None

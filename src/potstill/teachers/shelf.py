@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from ast import literal_eval
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,10 +21,13 @@ from potstill.models import load_tokenizer
 from potstill.teachers.build import BATCH_TOKENS, Scribe
 from potstill.teachers.codec import Document, Format, blank, from_bytes
 from potstill.teachers.inspect import coverage
+from potstill.teachers.manifest import HEAD, tokenizer_of
 from potstill.teachers.reading import piece_of
 from potstill.teachers.scored import Documents
 from potstill.teachers.store import Cache
 from potstill.types import Batch, DenseTarget, Example, PotstillError
+
+HEAD_NUMBERS = ("softcap", "logit_scale")  # as `origin.save_head` writes them
 
 
 class Shelved(Protocol):
@@ -147,7 +151,7 @@ class Shelf:
         done.set()
 
     def tokenizer(self) -> Any:
-        return load_tokenizer(str(self.cache.folder / "tokenizer"), "cache")
+        return load_tokenizer(str(tokenizer_of(self.cache.folder)), "cache")
 
     def close(self) -> None:
         if self._scribe is not None:
@@ -187,12 +191,23 @@ class Shelf:
 
 def load_head(folder: Path, width: int | None = None) -> DenseTarget:
     try:
-        with safetensors.safe_open(folder / "head.safetensors", "pt") as file:
-            numbers = {key: literal_eval(value) for key, value in (file.metadata() or {}).items()}
+        with safetensors.safe_open(folder / HEAD, "pt") as file:
+            numbers = {key: float(value) for key, value in (file.metadata() or {}).items() if key in HEAD_NUMBERS}
             bias: Tensor | None = file.get_tensor("bias") if "bias" in file.keys() else None  # noqa: SIM118
             weight = file.get_tensor("weight")
-    except (OSError, safetensors.SafetensorError) as error:
+        if (
+            not all(0 < number < math.inf for number in numbers.values())
+            or weight.dim() != 2
+            or len(weight) < (width or 0)
+        ):
+            raise ValueError(f"a weight of {list(weight.shape)}, and {numbers}")
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"a bias of {list(bias.shape)} beside a weight of {list(weight.shape)}")
+    except (OSError, safetensors.SafetensorError, ValueError) as error:
         raise PotstillError(
-            f"cannot read {folder / 'head.safetensors'} ({error}): run `potstill cache build` again, which writes it anew"
+            f"cannot read {folder / HEAD} ({error}): run `potstill cache build` again, which writes it anew"
         ) from error
-    return DenseTarget(weight=weight[:width], bias=None if bias is None else bias[:width], **numbers)
+    head = DenseTarget(
+        weight=weight[:width], bias=None if bias is None else bias[:width], softcap=numbers.get("softcap")
+    )
+    return replace(head, logit_scale=numbers.get("logit_scale", head.logit_scale))

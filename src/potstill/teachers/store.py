@@ -7,7 +7,6 @@ Any number of processes may write shards into one folder at once.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +28,25 @@ from potstill.files import (
     checksums_differ,
     could_not_write,
     refusal,
+    remove,
     write_bytes,
     write_text,
 )
-from potstill.teachers.codec import KINDS, Document, Format
+from potstill.teachers.codec import Document
+from potstill.teachers.manifest import (
+    FORMAT,
+    VERSION,
+    check_manifest,
+    form_of,
+    identity_of,
+    part,
+    read_manifest,
+    tokenizer_of,
+)
 from potstill.teachers.shard import Shard, checksum, damaged, open_shard, shard_names, whole
 from potstill.types import PotstillError
 
-FORMAT, VERSION = "potstill cache", 2
-IMPORTED = "imported"  # in place of the fingerprint of weights that potstill never saw
 SHARD_BYTES = 128 * 2**20
-IDENTITY = ("format", "version", "kind", "signal", "teacher", "tokenizer", "chat", "piece_bytes")  # alike in all shards
 
 
 class Cache:
@@ -146,7 +152,7 @@ class Cache:
 
     def check_files(self) -> None:
         """That what stands beside the shards is what was written: a head with another number in it is another teacher."""
-        if what := checksums_differ(self.folder, self.manifest["files"]):
+        if what := beside_differs(self.folder, self.manifest):
             raise PotstillError(
                 f"the cache {self.folder} is damaged: {what}. Run the command that made it (`potstill cache build`, or "
                 "`convert`) again: it writes that file anew, and nothing else is lost"
@@ -155,61 +161,6 @@ class Cache:
     def keys(self) -> npt.NDArray[np.uint64]:
         """All keys [documents, 2], in order."""
         return np.stack(self._index[:2], -1)
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PotstillError(
-            f"{folder} is not a cache: it has no {MANIFEST}. `potstill cache build` makes one"
-        ) from None
-    except NotADirectoryError:
-        raise PotstillError(
-            f"{folder} is a file, and a cache is a folder: name the one that `potstill cache build` made"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise PotstillError(f"{folder / MANIFEST} cannot be read ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise PotstillError(f"{folder / MANIFEST} is not the manifest of a potstill cache")
-    if manifest.get("version") != VERSION or manifest.get("kind") not in KINDS:
-        what = f"version {manifest.get('version')}, kind {manifest.get('kind')}"
-        raise PotstillError(
-            f"{folder} is a cache of {what}, which this potstill cannot read (it reads version {VERSION}): build it anew, in "
-            "another folder"
-        )
-    missing = [key for key in (*IDENTITY, "files", "shards") if key not in manifest]
-    if missing:
-        raise PotstillError(f"{folder / MANIFEST} lacks {', '.join(missing)}: it is not what potstill wrote")
-    try:
-        form_of(manifest)
-        _ = [manifest["teacher"][key] for key in ("model", "weights", "dtype")]
-        _ = [manifest["chat"][key] for key in ("template", "kwargs")]
-        _ = [int(entry[key]) for entry in manifest["shards"].values() for key in ("documents", "tokens")]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PotstillError(f"{folder / MANIFEST} is not what potstill wrote ({error!r})") from error
-    return manifest
-
-
-def identity_of(manifest: Mapping[str, Any]) -> str:
-    """A hash of what decides how a cache's bytes are read and what they mean. Every shard has it."""
-    kept = {key: manifest[key] for key in ("kind", "signal", "tokenizer", "chat", "piece_bytes")}
-    kept["teacher"] = {key: manifest["teacher"][key] for key in ("weights", "dtype")}
-    text = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def form_of(manifest: Mapping[str, Any]) -> Format:
-    signal = dict(manifest["signal"])
-    signal["temperatures"] = tuple(signal["temperatures"])
-    return Format(kind=manifest["kind"], **signal)
-
-
-def signal_keys(form: Format) -> dict[str, Any]:
-    """A format as the manifest records it."""
-    keys = asdict(form)
-    del keys["kind"]
-    return {**keys, "temperatures": list(form.temperatures)}
 
 
 class Writer:
@@ -257,6 +208,14 @@ class Writer:
         return len(content)
 
 
+def beside_differs(folder: Path, manifest: Mapping[str, Any]) -> str | None:
+    """What is wrong with the files beside the shards, or None. A link among them is an error."""
+    for name in manifest["files"]:
+        part(folder, name)
+    tokenizer_of(folder)
+    return checksums_differ(folder, manifest["files"])
+
+
 def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
     """Make the cache, or check that the one that is there is of the same teacher, text and signal; one that a failed command
     left empty is made anew. `fill(folder)` writes what stands beside the shards; again, where it is missing or damaged."""
@@ -264,27 +223,28 @@ def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             begun = folder / f"{UNFINISHED}cache"  # what a killed process left here is ours to write again
-            manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
+            manifest = read_manifest(folder) if os.path.lexists(folder / MANIFEST) else None
             if manifest is not None and _differing(manifest, identity) and is_empty(folder, manifest):
-                begun.touch()
+                beside_differs(folder, manifest)  # before anything is removed: no links
+                write_bytes(begun, b"")
                 for name in (MANIFEST, *manifest["files"]):
-                    (folder / name).unlink(missing_ok=True)
+                    part(folder, name).unlink(missing_ok=True)
                 manifest = None
             if manifest is not None:
                 _check_same(folder, manifest, identity)
                 begun.unlink(missing_ok=True)
-                if checksums_differ(folder, manifest["files"]):
-                    _refill(folder, manifest, fill)
+                if beside_differs(folder, manifest):
+                    _fill(folder, manifest, fill)
                 return
             others = sorted(name for name in os.listdir(folder) if name != LOCK and not name.startswith(UNFINISHED))
             if others and not begun.exists():
                 raise PotstillError(
                     f"{folder} is not a cache and not empty (there: {others[0]}): choose another folder"
                 )
-            begun.touch()
-            fill(folder)
-            files = {k: v for k, v in checksums(folder).items() if k != LOCK and not k.startswith(UNFINISHED)}
-            _write_manifest(folder, {"format": FORMAT, "version": VERSION, **identity, "files": files, "shards": {}})
+            write_bytes(begun, b"")
+            new = {"format": FORMAT, "version": VERSION, **identity, "files": {}, "shards": {}}
+            check_manifest(new, folder)
+            _fill(folder, new, fill)
             begun.unlink()
     except PotstillError:
         raise
@@ -295,19 +255,21 @@ def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
         raise could_not_write(folder, refused) from error
 
 
-def _refill(folder: Path, manifest: dict[str, Any], fill: Any) -> None:
-    """Write the files beside the shards anew. They appear by renames: somebody may be reading them."""
+def _fill(folder: Path, manifest: dict[str, Any], fill: Any) -> None:
+    """Write the files beside the shards, and the manifest. They appear by renames: somebody may be reading them, and what
+    stands in their place may be a link."""
     beside = folder / f"{UNFINISHED}files"
-    shutil.rmtree(beside, ignore_errors=True)
+    remove(beside)
     try:
         beside.mkdir()
         fill(beside)
         files = checksums(beside)
         for name in files:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (beside / name).replace(folder / name)
+            path = part(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (beside / name).replace(path)
         for name in set(manifest["files"]) - set(files):
-            (folder / name).unlink(missing_ok=True)
+            part(folder, name).unlink(missing_ok=True)
         _write_manifest(folder, {**manifest, "files": files})
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -387,7 +349,7 @@ LOCK = ".lock"
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """One process at a time changes the manifest. Readers need no lock: it is replaced whole."""
-    handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
+    handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
