@@ -5,32 +5,49 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from potstill.config import Recipe
+from potstill.foreign_names import OUR_NAMES
+from potstill.plain_yaml import read_word, read_yaml, write_yaml
+from potstill.references import escaped, resolved
 from potstill.types import PotstillError
 
+BRACKET_GLOB = re.compile(r"\[[^\]]+\][^\]\s,]+")  # [ab]*.jsonl, which is no list
 Checked = TypeVar("Checked", bound=BaseModel)
 
 
 def load_recipe(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe from a YAML file, a mapping or a Recipe, with `key.sub=value` overrides on top."""
+    """A recipe from a YAML file, a mapping or a Recipe, with `key.sub=value` overrides on top. References to other keys
+    (`${train.steps}`) mean what these are in the end; in a mapping or a Recipe, `${` is a text like any other."""
     if isinstance(recipe, Recipe):
-        keys, where = recipe.model_dump(mode="json", by_alias=True), "the recipe"
+        keys, where = escaped(recipe.model_dump(mode="json", by_alias=True)), "the recipe"
     elif isinstance(recipe, Mapping):
-        keys, where = dict(recipe), "the recipe"
+        keys, where = escaped(dict(recipe)), "the recipe"
     else:
-        keys, where = _read_yaml(Path(recipe)), str(recipe)
-    return checked(Recipe, _overridden(keys, overrides), where)
+        keys, where = _read_file(Path(recipe)), str(recipe)
+    keys = _overridden(keys, overrides)
+    try:
+        keys = resolved(keys)
+    except PotstillError as error:
+        raise PotstillError(f"{where}: {error}") from None
+    return checked(Recipe, keys, where)
+
+
+def read_keys(path: Path) -> tuple[str, dict[str, Any]]:
+    """A recipe's text and its keys, with references resolved and nothing checked."""
+    keys = _read_file(path)
+    try:
+        return path.read_text(encoding="utf-8"), resolved(keys)
+    except PotstillError as error:
+        raise PotstillError(f"{path}: {error}") from None
 
 
 def checked(section: type[Checked], keys: Any, where: str) -> Checked:
@@ -43,18 +60,7 @@ def checked(section: type[Checked], keys: Any, where: str) -> Checked:
 
 def recipe_yaml(recipe: Recipe) -> str:
     """The recipe with every default spelled out; `load_recipe` reads it back to an equal one."""
-    # By OmegaConf, which reads it: a text such as 1e3 (the beginning of a commit, say) is quoted, and stays a text.
-    keys = _escaped(recipe.model_dump(mode="json", by_alias=True))
-    return str(OmegaConf.to_yaml(OmegaConf.create(keys)))
-
-
-def _escaped(value: Any) -> Any:
-    """With `${` as OmegaConf wants it where it means itself, and not another key of the recipe."""
-    if isinstance(value, dict):
-        return {key: _escaped(sub) for key, sub in value.items()}
-    if isinstance(value, list):
-        return [_escaped(sub) for sub in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    return write_yaml(escaped(recipe.model_dump(mode="json", by_alias=True)))
 
 
 def recipe_schema() -> str:
@@ -77,13 +83,15 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix.rstrip("."): value}
 
 
-def _read_yaml(path: Path) -> Any:
+def _read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise PotstillError(f"there is no recipe {path}")
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise PotstillError(f"{path} is not a readable YAML recipe: {' '.join(str(error).split())}") from None
+        loaded = read_yaml(path.read_text(encoding="utf-8"))
+    except (PotstillError, UnicodeDecodeError) as error:
+        raise PotstillError(f"{path} is not a readable YAML recipe: {error}") from None
+    except OSError as error:
+        raise PotstillError(f"cannot read the recipe {path}: {error.strerror or error}") from None
     if not isinstance(loaded, dict):
         raise PotstillError(f"{path} is not a recipe: expected keys such as student, data and train at the top")
     return loaded
@@ -96,12 +104,10 @@ def _overridden(keys: Any, overrides: Iterable[str]) -> Any:
         if not equals or not key:
             raise PotstillError(f"cannot read the override {override!r}: write key.sub=value, as in train.steps=200")
         try:
-            # OmegaConf's YAML, as in a recipe file: there 1e-3 is a number, in plain PyYAML a string.
-            read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=True)
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
-            raise PotstillError(f"cannot apply the override {override!r}: {' '.join(str(error).split())}") from None
-        assert isinstance(read, dict)
-        _set(keys, key.replace("[", ".").replace("]", "").split("."), read["value"] if text else None, override)
+            value = None if not text else text if BRACKET_GLOB.fullmatch(text) else read_word(text)
+        except PotstillError as error:
+            raise PotstillError(f"cannot apply the override {override!r}: {error}") from None
+        _set(keys, key.replace("[", ".").replace("]", "").split("."), value, override)
     return keys
 
 
@@ -171,17 +177,25 @@ def _problem(detail: ErrorDetails, section: type[BaseModel] | None) -> tuple[str
     kind = detail["type"]
     if kind == "extra_forbidden":
         names = [f.alias or name for name, f in section.model_fields.items()] if section else []
-        near = difflib.get_close_matches(str(detail["loc"][-1]), names, n=1, cutoff=0.5)
+        name = str(detail["loc"][-1])
+        if name in OUR_NAMES:
+            return f"no such key; here it is {OUR_NAMES[name]}", ""
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         return "no such key; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"), ""
     if kind == "missing":
         return "is missing", ""
     if kind == "value_error":
         return detail["msg"].removeprefix("Value error, "), ""
-    instead = f", not {detail['input']!r}"
+    instead = f", not {_shown(detail['input'])}"
     if kind == "too_short":
         return f"should have at least {detail['ctx']['min_length']}", instead
     allowed = EXPECTED.get(kind) or detail["msg"].removeprefix("Input should be ")
     return f"should be {allowed}", instead
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 200 else f"{shown[:200]}…"
 
 
 def _place(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:

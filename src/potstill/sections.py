@@ -13,7 +13,9 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True, ser_json_inf_nan="constants"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -38,7 +38,7 @@ def assert_refused(said: Any, *parts: str) -> None:
         ("torn.yaml", b"student: {config: [1\n", "torn.yaml is not a readable YAML recipe: while parsing a flow"),
         ("list.yaml", b"- student\n", "list.yaml is not a recipe: expected keys such as student, data and train"),
         ("bytes.yaml", b"\xff\xfe\x00", "bytes.yaml is not a readable YAML recipe: 'utf-8' codec can't decode"),
-        ("hole.yaml", b"run: ${nothing.here}\n", "hole.yaml is not a readable YAML recipe: "),
+        ("hole.yaml", b"run: ${nothing.here}\n", "hole.yaml: run: ${nothing.here}: the recipe has no key nothing.here"),
     ],
 )
 def test_recipe_that_cannot_be_read(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from potstill.config import Recipe
-from potstill.recipe import changed_keys, load_recipe, recipe_yaml
+from potstill.foreign_names import OUR_NAMES
+from potstill.plain_yaml import read_yaml, write_yaml
+from potstill.recipe import changed_keys, load_recipe, read_keys, recipe_yaml
+from potstill.references import escaped, resolved
 from potstill.sections import Schedule, value_at
 from potstill.types import PotstillError
 
@@ -47,6 +54,42 @@ def refusal(keys: Any, *overrides: str) -> str:
 )
 def test_an_unknown_key_suggests_the_nearest(override: str, words: str) -> None:
     assert words in refusal(smallest(), override)
+
+
+@pytest.mark.parametrize(
+    "override, ours",
+    [
+        ("num_train_epochs=3", "train.epochs"),
+        ("train.num_train_epochs=3", "train.epochs"),
+        ("train.per_device_train_batch_size=4", "train.micro_batch_size"),
+        ("train.gradient_accumulation_steps=2", "train.batch_size ÷ train.micro_batch_size"),
+        ("train.learning_rate=1e-4", "train.optimizer.lr"),
+        ("loss.lmbda=0.5", "policy.on_policy"),
+        ("student.max_seq_length=512", "data.max_length"),
+        ("train.max_length=512", "data.max_length"),
+        ("train.num_generations=4", "policy.num_generations"),
+        ("teacher_model_name_or_path=x", "teachers[0].model"),
+        ("train.output_dir=x", "run"),
+        ("train.save_steps=5", "checkpoint.every"),
+        ("policy.temperature=1", "loss.temperature, of the softmax in the loss, and policy.sampling.temperature"),
+    ],
+)
+def test_the_name_that_another_system_has_for_a_key_names_ours(override: str, ours: str) -> None:
+    assert f"{override.partition('=')[0]}: no such key; here it is {ours}" in refusal(smallest(), override)
+
+
+@pytest.mark.parametrize("name, ours", OUR_NAMES.items(), ids=OUR_NAMES)
+def test_our_names_are_keys(name: str, ours: str) -> None:
+    schema = Recipe.model_json_schema()
+    for key in re.findall(r"[a-z_]+(?:(?:\.|\[0\])[a-z_]*)*", ours)[:1]:
+        node: Any = schema
+        for part in key.replace("[0]", "").split("."):
+            options = [node, *node.get("anyOf", ()), *node.get("allOf", ()), node.get("items", {})]
+            refs = [schema["$defs"][o["$ref"].rpartition("/")[2]] for o in options if "$ref" in o]
+            (node,) = [n["properties"][part] for n in [node, *refs] if part in n.get("properties", {})] or [None]
+            assert node is not None, f"{name}: there is no key {key}"
+            if part == "options":  # of vllm.LLM, which knows them
+                break
 
 
 @pytest.mark.parametrize(
@@ -195,6 +238,17 @@ def test_what_is_present_decides() -> None:
         ("log.wandb=a=b", lambda r: r.log.wandb == "a=b"),
         ("run=runs/x", lambda r: r.run == "runs/x"),
         ("eval.data.sources=[{files: h.txt}]", lambda r: r.eval.data.sources[0].files == "h.txt"),
+        ("data.sources.0.files=*.jsonl", lambda r: r.data.sources[0].files == "*.jsonl"),
+        ("data.sources.0.files=**/*.jsonl", lambda r: r.data.sources[0].files == "**/*.jsonl"),
+        ("data.sources.0.files=data/*.jsonl", lambda r: r.data.sources[0].files == "data/*.jsonl"),
+        ("data.sources.0.files=[*.jsonl, b/*.txt]", lambda r: r.data.sources[0].files == ["*.jsonl", "b/*.txt"]),
+        ("data.sources.0.files=[ab]*.jsonl", lambda r: r.data.sources[0].files == "[ab]*.jsonl"),
+        ("data.sources.0.files=&x", lambda r: r.data.sources[0].files == "&x"),
+        ("run=!x", lambda r: r.run == "!x"),
+        ("run=runs/${train.steps}", lambda r: r.run == "runs/10"),
+        ("train.batch_size=${train.steps}", lambda r: r.train.batch_size == 10),
+        ("run=\\${train.steps}", lambda r: r.run == "${train.steps}"),
+        ("run=2024-01-01", lambda r: r.run == "2024-01-01"),
     ],
 )
 def test_overrides(override: str, read: Any) -> None:
@@ -211,6 +265,114 @@ def test_a_recipe_file_may_refer_to_its_own_keys(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(smallest(run="runs/${train.steps}")))
     assert load_recipe(path).run == "runs/10"
+
+
+def test_a_reference_means_what_the_key_is_in_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    keys = smallest(
+        run="runs/${train.steps}-${train.compile}-${train.clip}-${teachers[0].model}",
+        student={"config": {"model_type": "llama", "deep": "${student.tokenizer}"}, "tokenizer": "${teachers.0.model}"},
+        train={"steps": 10, "batch_size": "${train.steps}", "compile": False, "clip": None},
+    )
+    path.write_text(yaml.safe_dump(keys | {"eval": {"data": "${data}"}}))
+    recipe = load_recipe(path, ["train.steps=20"])
+    assert recipe.run == "runs/20-false-null-shipped:teacher" and recipe.train.batch_size == 20
+    assert recipe.eval is not None and recipe.eval.data == recipe.data
+    assert recipe.student.config == {"model_type": "llama", "deep": "shipped:teacher"}
+
+
+SECRET = "kept-in-the-environment"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${oc.env:POTSTILL_SECRET}",
+        "a-${oc.env:POTSTILL_SECRET,x}",
+        "${oc.decode:${oc.env:POTSTILL_SECRET}}",
+        "${oc.select:run}",
+        "${oc.create:[1]}",
+        "${env:POTSTILL_SECRET}",
+        "${anything:}",
+        "${train.${run}}",
+        "${.steps}",
+        "${train.steps",
+        "${}",
+        "${POTSTILL_SECRET}",
+        "\\\\${POTSTILL_SECRET}",
+    ],
+)
+@pytest.mark.parametrize("by", ["file", "override"])
+def test_nothing_but_a_key_is_referred_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, by: str) -> None:
+    """A borrowed recipe cannot send a secret to an address of its choice, nor write it down."""
+    monkeypatch.setenv("POTSTILL_SECRET", SECRET)
+    path = tmp_path / "mine.yaml"
+    address = f"http://host/{text}"
+    path.write_text(yaml.safe_dump(smallest(teachers=[{"server": address if by == "file" else "http://host"}])))
+    message = refusal(path, *([f"teachers.0.server='{address}'"] if by == "override" else []))
+    assert message.startswith(f"{path}: teachers[0].server: ") and SECRET not in message
+    assert "only other keys of it can be referred to, as in ${train.steps}" in message
+    assert len(message.splitlines()) == 1
+    with pytest.raises(PotstillError, match=r"teachers\[0\].server: "):
+        load_recipe(smallest(teachers=[{"server": "http://host"}]), [f"teachers.0.server='{address}'"])
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        ({"run": "${run}"}, "run: ${run} refers to itself, by way of run"),
+        ({"run": "${log.wandb}", "log": {"wandb": "${run}"}}, "log.wandb: ${run} refers to itself"),
+        ({"run": "a${train}"}, "run: ${train} is a section or a list, and cannot stand inside a text"),
+        ({"run": "${teachers[3].model}"}, "run: ${teachers[3].model}: the recipe has no key teachers[3].model"),
+        (
+            {"student": {"config": {f"k{i}": f"${{student.config.k{i + 1}}}" * 2 for i in range(40)} | {"k40": ""}}},
+            "references bring in more than 100,000 characters",
+        ),
+    ],
+)
+def test_references_that_lead_nowhere(tmp_path: Path, keys: dict[str, Any], words: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(smallest(**keys)))
+    assert words in refusal(path)
+
+
+def bomb(levels: int = 30) -> str:
+    lines = ["l0: &l0 [lol, lol]", *(f"l{i}: &l{i} [*l{i - 1}, *l{i - 1}]" for i in range(1, levels))]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (bomb(), "it stands for more than 100,000 values (aliases repeat what they name)"),
+        (
+            bomb().replace("[", "{<<: [").replace("]", "]}").replace("lol", "{a: 1}"),
+            "it stands for more than 100,000 values",
+        ),
+        ('a: "\\ud800"', "line 1: it holds bytes or half of a surrogate pair that are no character"),
+        ("a: &a [*a]\n", "it stands for more than 100,000 values"),
+        ("a: " + "[" * 3_000, "not a readable YAML recipe: it is nested more than 100 levels deep"),
+        ("a: " + "1" * 5000, "a value in it cannot be read (ValueError: Exceeds the limit"),
+        ("a: !!timestamp x", "could not determine a constructor for the tag"),
+        ("a: !!binary aGk=", "could not determine a constructor for the tag"),
+        ("a: !!python/object/apply:os.system [ls]", "could not determine a constructor for the tag"),
+        ("a: !!int x", "a value in it cannot be read (ValueError"),
+        ("a: !!bool x", "a value in it cannot be read (KeyError"),
+        ("run: a\nrun: b\n", "line 2: the key run stands there twice"),
+        ("1: a", "line 1: the key 1 is no text; put it in quotes"),
+        ("train:\n  on: a", "line 2: the key on is no text; put it in quotes"),
+        ("? [a]\n: b", "line 1: the key of several values is no text"),
+        ("a: \x07", "not a readable YAML recipe: unacceptable character"),
+    ],
+)
+def test_yaml_that_is_no_recipe_is_refused_in_a_sentence(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    message = refusal(path)
+    assert words in message and len(message) < 600
+    with pytest.raises(PotstillError) as caught:  # as the report reads it
+        read_keys(path)
+    assert str(caught.value) == message
 
 
 def test_the_last_override_wins_and_the_recipe_is_left_alone() -> None:
@@ -231,6 +393,7 @@ def test_a_section_takes_the_place_of_a_number() -> None:
         ("=5", "cannot read the override '=5'"),
         ("teachers.1.dtype=auto", "teachers is a list of 1; '1' is not one of its places"),
         ("teachers.first.dtype=auto", "teachers is a list of 1; 'first' is not one of its places"),
+        ("run=\udcff", "cannot apply the override 'run=\\udcff': "),
         ("train.optimizer={name: ", "cannot apply the override 'train.optimizer={name: '"),
     ],
 )
@@ -259,6 +422,59 @@ def test_the_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
     assert recipe_yaml(load_recipe(path)) == recipe_yaml(recipe)
     assert yaml.safe_load(recipe_yaml(recipe))["student"]["from"] == "m"
     assert changed_keys(recipe, load_recipe(path)) == []
+
+
+ODD = st.sampled_from(
+    ["$", "{", "}", "\\", "${", "\\${", "${run}", "${oc.env:HOME}", "'", '"', ":", ": ", " #", "- ", "? ", "|", ">", "&", "*",
+     "!", "%", "@", "`", "~", "null", "true", "no", "<<", "=", "1e3", "1_0", "0x1f", "1:30", ".5", "+1", "2024-01-01", "\n",
+     "\t", "\r", "\x85", "\u2028", "\ufeff", "\x00", "\x1b", " ", "\xa0", "é", "日", "🙂", "---", "...", "[", "]", ","]
+)  # fmt: skip
+TEXTS = st.lists(ODD | st.text(max_size=3), max_size=6).map("".join)
+NUMBERS = st.integers() | st.floats(allow_nan=False)
+TREES = st.recursive(
+    TEXTS | NUMBERS | st.booleans() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tree=TREES)
+@example(tree={"a": "\\\\${x}", "b": "\\${x}", "${x}": "${"})
+@example(tree=["=", "<<", "", "1e3", "-.5", "1:30:00.5", "2024-01-01"])
+def test_every_value_comes_back_as_it_was(tree: Any) -> None:
+    assert resolved(read_yaml(write_yaml(escaped(tree)))) == tree
+
+
+@settings(max_examples=25, deadline=None)
+@given(text=TEXTS, number=st.floats(1e-30, 1e30), tree=TREES)
+@example(text="\\${x}", number=1e-5, tree={"a": "\\\\${x}", "${x}": "${"})
+@example(text="1e3", number=1e22, tree=["=", "<<", "", float("inf")])
+def test_what_is_saved_is_read_as_it_was(tmp_path_factory: Any, text: str, number: float, tree: Any) -> None:
+    keys = smallest(
+        run=text,
+        student={"config": {"model_type": "llama", "tree": tree}, "tokenizer": f"t{text}"},
+        teachers=[{"model": "m", "weight": number}],
+        eval={"data": {"sources": [{"files": [text, "b"]}]}, "prompts": [text, f"{text}{text}"]},
+    )
+    recipe = load_recipe(keys)
+    assert recipe.run == text and recipe.student.config == {"model_type": "llama", "tree": tree}
+    path = tmp_path_factory.getbasetemp() / "recipe.yaml"
+    path.write_bytes(recipe_yaml(recipe).encode())
+    assert load_recipe(path) == recipe
+    assert load_recipe(recipe) == recipe
+    assert read_keys(path)[1] == recipe.model_dump(mode="json", by_alias=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=TEXTS)
+def test_an_override_in_quotes_means_itself(text: str) -> None:
+    assert load_recipe(smallest(), [f"run={write_word(text)}"]).run == text
+
+
+def write_word(text: str) -> str:
+    """A text as an override that means it and nothing else."""
+    return json.dumps(re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
 
 
 def test_every_key_of_the_resolved_recipe_is_spelled_out() -> None:

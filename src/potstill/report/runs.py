@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
+from potstill.recipe import read_keys
 from potstill.types import PotstillError
 
 # What a step and an evaluation write. Anything but a number or null under these keys is a broken file; under other keys
@@ -102,13 +102,7 @@ def _read_run(folder: Path, label: str) -> Run:
         raise PotstillError(
             f"{folder} is not a run, it has no recipe.yaml: name the folder that `potstill train` wrote"
         )
-    try:
-        text = recipe_file.read_text(encoding="utf-8")
-        recipe = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PotstillError(f"{recipe_file} is not readable YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(recipe, dict):
-        raise PotstillError(f"{recipe_file} is not a recipe: expected keys such as student, data and train at the top")
+    text, recipe = read_keys(recipe_file)
     metrics, _ = _read_log(folder / "metrics.jsonl", STEP_KEYS)
     evals, samples = _read_log(folder / "evals.jsonl", EVAL_KEYS)
     return Run(
