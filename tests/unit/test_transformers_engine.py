@@ -123,15 +123,39 @@ def test_a_copy_writes_with_the_weights_of_its_last_update_and_the_model_itself_
     assert model.model.training  # dropout was off while it wrote, and is on again
 
 
-def test_a_model_that_forgets_what_it_read_is_refused(monkeypatch) -> None:
+def test_a_model_that_forgets_what_it_read_reads_it_again_for_every_token(monkeypatch) -> None:
     forward = LlamaModel.forward
 
     def forgetful(self, *args, past_key_values=None, attention_mask=None, **keys):
         return forward(self, *args, **keys)
 
     model = tiny()
+    before = engine(model).generate(asks(0, 1, 1))
     monkeypatch.setattr(LlamaModel, "forward", forgetful)
-    with pytest.raises(PotstillError, match=r"the student \(llama\) says something else when it writes token by token"):
+    slow = engine(model)
+    assert slow.notes == [
+        "policy.engine: the student (llama) writes more slowly than others: the whole text is read again for every token"
+    ]
+    for text, expected in zip(slow.generate(asks(0, 1, 1)), before, strict=True):
+        assert text.ids.tolist() == expected.ids.tolist()
+        np.testing.assert_allclose(text.logprobs, expected.logprobs, atol=1e-5)
+
+
+def test_a_model_whose_rows_see_each_other_is_refused(monkeypatch) -> None:
+    forward = LlamaModel.forward
+
+    def mixing(self, *args, **keys):
+        out = forward(self, *args, **keys)
+        out.last_hidden_state = out.last_hidden_state + 0.2 * out.last_hidden_state.mean(0)
+        return out
+
+    model = tiny()
+    monkeypatch.setattr(LlamaModel, "forward", mixing)
+    with pytest.raises(
+        PotstillError,
+        match=r"the student \(llama\) cannot write text with transformers here \(what it writes token by token is not what it "
+        r"says of the whole text, by 0\.\d+ nats\): choose policy.engine.kind: vllm",
+    ):
         engine(model)
 
 

@@ -50,12 +50,14 @@ class OwnText:
         self._prompts: list[Prompt] = list(islice((prompt for prompt in found if prompt is not None), texts))
         encode = Encoder(student.tokenizer, max_length=data.max_length, append_eos=True)
         self._answers = Answers(student, encode, chat_kwargs(data))
+        self._engine: TransformersEngine | None = None  # made, and tried, when it is first needed
 
     @torch.no_grad()
     def __call__(self) -> dict[str, Any]:
-        engine = TransformersEngine(self._student, self._sampling, stop_ids=self._stop)
+        if self._engine is None:
+            self._engine = TransformersEngine(self._student, self._sampling, stop_ids=self._stop)
         asked = [Ask(prompt.ids, rollout_seed(0, i, 0)) for i, prompt in enumerate(self._prompts)]
-        written = engine.generate(asked)
+        written = self._engine.generate(asked)
         examples = [self._answers.own(p, text, "student", None) for p, text in zip(self._prompts, written, strict=True)]
         model = self._student.model
         training = model.training

@@ -1,14 +1,11 @@
-"""Text written by a transformers model in this process: batched, with its keys and values kept.
-
-B rows under way, P positions of the longest prompt, H hidden width.
-"""
+"""Text written by a transformers model in this process, many texts at once, in the fastest way that is right for the model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,18 +13,41 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from potstill.config import SamplingConfig
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel
+from potstill.models.libraries import reason
 from potstill.rollouts.engine import Ask, Written
+from potstill.rollouts.rows import Kept, Reread
 from potstill.rollouts.sampling import draw, uniforms
 from potstill.types import PotstillError
 
-SPARE = 128  # positions that keys and values have room for beyond what is there
 LOOK_EVERY = 8  # tokens between looks at which texts are finished, on devices where a look means waiting
-TOLERANCE = {torch.float32: 2e-3}  # of log-probabilities, token by token against all at once; of other dtypes: 0.25
+TRIED_TOKENS = 12  # more than are between two looks
+# How far log-probabilities, token by token, may be from those of the whole text at once: the mean over a text, as a share of
+# the standard deviation of its logits. In float32, and where something is rounded to 16 bits.
+EXACT, ROUNDED = 1e-3, 6e-2
+
+
+@dataclass(frozen=True)
+class Way:
+    """How texts are written at once. Which ways are right for a model is found out, not believed."""
+
+    pads: bool = False  # prompts of several lengths together, the shorter ones padded on the left
+    selects: bool = True  # texts that are finished leave the batch, and a prompt is read once for all its texts
+    caches: bool = True  # what was read is kept, not read again for every token
+    slower: str = ""  # what the student's user should know
+
+
+WAYS = (  # fastest first
+    Way(pads=True),
+    Way(slower="only prompts of one length are written to at once"),
+    Way(
+        selects=False, slower="only prompts of one length are written to at once, and finished texts stay in the batch"
+    ),
+    Way(caches=False, slower="the whole text is read again for every token"),
+)
 
 
 class TransformersEngine:
@@ -54,7 +74,7 @@ class TransformersEngine:
         self._width = min(len(language_model.tokenizer), language_model.model.get_output_embeddings().weight.shape[0])
         self._stop = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=language_model.model.device)
         self._autocast = autocast
-        self._check(who)
+        self.way, self.notes = self._right_way(who)
 
     def update(self, version: int) -> None:
         self.version = version
@@ -68,22 +88,26 @@ class TransformersEngine:
     def close(self) -> None:
         """It keeps nothing."""
 
-    @torch.no_grad()
     def generate(self, asked: Sequence[Ask]) -> list[Written]:
+        return self._generate(asked, [self._sampling.max_new_tokens] * len(asked), self.way, self._autocast)
+
+    @torch.no_grad()
+    def _generate(self, asked: Sequence[Ask], most: Sequence[int], way: Way, autocast: Any) -> list[Written]:
+        """`most`: tokens of each text."""
         found: list[Written | None] = [None] * len(asked)
-        with _writing(self._writer.model), self._autocast():
-            for some in self._parts(asked):
-                for i, written in zip(some, self._write([asked[i] for i in some]), strict=True):
+        with _writing(self._writer.model), autocast():
+            for some in self._parts(asked, way):
+                texts = self._write([asked[i] for i in some], [most[i] for i in some], way)
+                for i, written in zip(some, texts, strict=True):
                     found[i] = written
         return [written for written in found if written is not None]
 
-    def _parts(self, asked: Sequence[Ask]) -> Iterator[list[int]]:
-        """What is written at once: prompts of like lengths; of equal ones, where the model takes no masks of ours (one that
-        carries a state along reads padding as text)."""
+    def _parts(self, asked: Sequence[Ask], way: Way) -> Iterator[list[int]]:
+        """What is written at once: prompts of like lengths; of equal ones, where the model reads padding as text."""
         order = sorted(range(len(asked)), key=lambda i: (len(asked[i].ids), asked[i].ids.tobytes()))
         part: list[int] = []
         for i in order:
-            other = part and self._writer.masks == "own" and len(asked[part[0]].ids) != len(asked[i].ids)
+            other = part and not way.pads and len(asked[part[0]].ids) != len(asked[i].ids)
             if len(part) == self._batch_size or other:
                 yield part
                 part = []
@@ -91,30 +115,30 @@ class TransformersEngine:
         if part:
             yield part
 
-    def _write(self, asked: Sequence[Ask]) -> list[Written]:
+    def _write(self, asked: Sequence[Ask], most: Sequence[int], way: Way) -> list[Written]:
         device = self._writer.model.device
-        most, rows = self._sampling.max_new_tokens, len(asked)
-        random = torch.from_numpy(uniforms([ask.seed for ask in asked], most)).to(device)
-        run = _Run(self._writer, asked, device)
-        ids = torch.zeros(rows, most, dtype=torch.int64, device=device)
-        logprobs = torch.zeros(rows, most, device=device)
-        lengths = torch.full((rows,), most, dtype=torch.int64, device=device)  # of those that no stop id ends
+        longest, rows = max(most), len(asked)
+        random = torch.from_numpy(uniforms([ask.seed for ask in asked], longest)).to(device)
+        run = (Kept if way.caches else Reread)(self._writer, asked, device, way.selects)
+        ids = torch.zeros(rows, longest, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(rows, longest, device=device)
+        lengths = torch.tensor(most, device=device)  # until a stop ends them
         stops = _StopTexts(self._sampling.stop, self._writer.tokenizer, rows)
-        for at in range(most):
+        for at in range(longest):
             logits = target_logits(self._writer.at_rows(run.hidden, self._width), slice(None))
             chosen, logprob = draw(logits, random[run.rows, at], self._sampling)
             ids[run.rows, at], logprobs[run.rows, at] = chosen, logprob.float()
-            ended = torch.isin(chosen, self._stop) & (lengths[run.rows] == most)
+            ended = torch.isin(chosen, self._stop) & (lengths[run.rows] > at + 1)
             lengths[run.rows] = torch.where(ended, at + 1, lengths[run.rows])
-            last = at + 1 == most
+            last = at + 1 == longest
             if stops:
                 stops.look(ids[:, max(0, at + 1 - stops.look_back) : at + 1].cpu().numpy(), at + 1, lengths)
             if not last and (device.type == "cpu" or stops or (at + 1) % LOOK_EVERY == 0):
-                under_way = lengths[run.rows] == most
+                under_way = lengths[run.rows] > at + 1
                 left = int(under_way.sum())
                 if not left:
                     break
-                if left <= 0.75 * len(run.rows):  # making the batch smaller moves all keys and values
+                if way.selects and left <= 0.75 * len(run.rows):  # making the batch smaller moves all keys and values
                     run.keep(under_way)
                     chosen = chosen[under_way]
             if not last:
@@ -131,124 +155,66 @@ class TransformersEngine:
             return "eos"
         return "stop" if stopped else "length"
 
-    def _check(self, who: str) -> None:
-        """That what is written token by token, beside a longer prompt, is what the model says of the whole text."""
-        model, few = self._writer.model, 4
-        ids = (np.arange(12, dtype=np.int32) * 7 + 3) % self._width
-        asked = [Ask(ids[:5], 1), Ask(ids, 2)]
-        plain = SamplingConfig(max_new_tokens=few)
-        engine = copy.copy(self)
-        engine._sampling, engine._stop = plain, self._stop[:0]
-        try:
-            written = engine.generate(asked)
-            with torch.no_grad(), _writing(model), self._autocast():
-                for ask, text in zip(asked, written, strict=True):
-                    whole = torch.from_numpy(np.concatenate([ask.ids, text.ids])[None].astype(np.int64)).to(
-                        model.device
-                    )
-                    hidden = model.base_model(input_ids=whole, use_cache=False).last_hidden_state[
-                        0, len(ask.ids) - 1 : -1
-                    ]
-                    logp = target_logits(self._writer.at_rows(hidden, self._width), slice(None)).float().log_softmax(-1)
-                    chances = logp.gather(-1, whole[0, len(ask.ids) :, None]).squeeze(-1).cpu().numpy()
-                    off = float(np.abs(chances - text.logprobs).max())
-                    tolerance = TOLERANCE.get(model.dtype, 0.25) if self._autocast is nullcontext else 0.25
-                    if not off <= tolerance:
-                        raise PotstillError(
-                            f"policy.engine: {who} ({model.config.model_type}) says something else when it writes token by "
-                            f"token (log-probabilities differ by {off:.3g}): choose policy.engine.kind: vllm"
-                        )
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
-            raise PotstillError(
-                f"policy.engine: {who} ({model.config.model_type}) cannot write text with transformers here "
-                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}): choose policy.engine.kind: vllm"
-            ) from error
-
-
-class _Run:
-    """Rows under way: their last hidden states [B, H], and the keys and values behind them."""
-
-    def __init__(self, writer: LanguageModel, asked: Sequence[Ask], device: torch.device) -> None:
-        self._model = writer.model
-        self._cache: Any = DynamicCache(config=writer.model.config)
-        for i, layer in enumerate(self._cache.layers):
-            if type(layer) is DynamicLayer:
-                self._cache.layers[i] = _RoomyLayer()
-        prompts: dict[bytes, npt.NDArray[np.int32]] = {ask.ids.tobytes(): ask.ids for ask in asked}
-        place = {key: i for i, key in enumerate(prompts)}
-        widest = max(len(ids) for ids in prompts.values())
-        ids = np.zeros((len(prompts), widest), dtype=np.int64)
-        there = np.zeros((len(prompts), widest), dtype=np.int64)
-        for i, prompt in enumerate(prompts.values()):
-            ids[i, widest - len(prompt) :] = prompt
-            there[i, widest - len(prompt) :] = 1
-        self.rows = torch.arange(len(asked), device=device)
-        # Without padding the model needs no mask, and its fastest attention can run.
-        self._mask: Tensor | None = None if there.all() else torch.from_numpy(there).to(device)
-        self._next = torch.from_numpy(there.sum(-1)).to(device)  # position of the next token
-        positions = torch.from_numpy(np.maximum(there.cumsum(-1) - 1, 0)).to(device)
-        hidden = self._forward(torch.from_numpy(ids).to(device), positions)
-        owner = torch.tensor([place[ask.ids.tobytes()] for ask in asked], device=device)
-        if len(prompts) == len(asked) and bool((owner == self.rows).all()):
-            self.hidden = hidden
-        else:  # several texts of one prompt, which was read once
-            self._choose(owner)
-            self.hidden = hidden[owner]
-
-    def step(self, chosen: Tensor) -> None:
-        if self._mask is not None:
-            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), 1)], -1)
-        self.hidden = self._forward(chosen[:, None], self._next[:, None])
-        self._next = self._next + 1
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with some rows only."""
-        index = rows.nonzero().squeeze(-1)
-        self.rows = self.rows[index]
-        self._choose(index)
-
-    def _choose(self, index: Tensor) -> None:
-        self._cache.batch_select_indices(index)
-        self._next = self._next[index]
-        self._mask = None if self._mask is None else self._mask[index]
-
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        out = self._model.base_model(
-            input_ids=ids,
-            attention_mask=self._mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
+    def _right_way(self, who: str) -> tuple[Way, list[str]]:
+        """The fastest way in which the model writes what it says of the whole text, and what its user should know."""
+        model, wrong = self._writer.model, ""
+        who = f"policy.engine: {who} ({model.config.model_type})"
+        for way in WAYS:
+            try:
+                if way.pads and not self._may_pad():
+                    continue
+                wrong = self._wrong(way)
+            except Exception as error:  # the code of each architecture, which may raise anything
+                wrong = f"{type(error).__name__}: {reason(error)}"
+            if not wrong:
+                return way, [f"{who} writes more slowly than others: {way.slower}"] if way.slower else []
+        raise PotstillError(
+            f"{who} cannot write text with transformers here ({wrong}): choose policy.engine.kind: vllm"
         )
-        return out.last_hidden_state[:, -1]
 
+    def _may_pad(self) -> bool:
+        """Whether padding may be tried. A model that makes masks of its own may carry a state along, into which padding leaks
+        by less than the rounding of 16 bits; one with caches of its own may cut texts from the row's first place on, which a
+        short text does not show."""
+        if self._writer.masks == "blocks":
+            return True
+        caches = DynamicCache(config=self._writer.model.config).layers
+        return self._writer.model.dtype == torch.float32 and all(
+            type(layer).__module__ == DynamicCache.__module__ for layer in caches
+        )
 
-class _RoomyLayer(DynamicLayer):
-    """Keys and values with room for what is still to come: nothing is moved when a token is added."""
+    def _wrong(self, way: Way) -> str:
+        """What is wrong with texts that are written in this way; nothing, where they are right. They are asked for as in a
+        run: prompts of several lengths and several texts of one, some of which end before the others."""
+        longest = min(12, (self._writer.positions or 24) // 2)
+        ids = (np.arange(4 * longest, dtype=np.int32) * 7 + 3) % self._width
+        prompts = [ids[:5], ids[:5], ids[9:14], ids[:longest], ids[-longest:], ids[-longest:], ids[3:4]]
+        asked = [Ask(prompt, i) for i, prompt in enumerate(prompts)]
+        tokens = min(TRIED_TOKENS, longest)
+        most = [tokens, tokens // 2, tokens, tokens, tokens // 2, tokens, tokens]
+        engine = copy.copy(self)
+        engine._sampling, engine._stop = SamplingConfig(), self._stop[:0]
+        exact = self._writer.model.dtype == torch.float32
+        contexts = [(nullcontext, EXACT)] if exact else []
+        if not exact or self._autocast is not nullcontext:
+            contexts.append((self._autocast, ROUNDED))
+        for autocast, tolerance in contexts:
+            for ask, text in zip(asked, engine._generate(asked, most, way, autocast), strict=True):
+                off, spread = self._gap(ask, text, autocast)
+                if not off <= tolerance * spread:  # also when it is no number
+                    return f"what it writes token by token is not what it says of the whole text, by {off:.2g} nats"
+        return ""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: Tensor
-        self.values: Tensor
-        self._rooms: list[Tensor | None] = [None, None]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys = self._longer(0, self.keys, key_states)
-        self.values = self._longer(1, self.values, value_states)
-        return self.keys, self.values
-
-    def _longer(self, which: int, old: Tensor, new: Tensor) -> Tensor:
-        have = old.shape[-2] if old.numel() else 0
-        need, room = have + new.shape[-2], self._rooms[which]
-        if room is None or (have and room.data_ptr() != old.data_ptr()) or room.shape[-2] < need:
-            room = new.new_empty(*new.shape[:-2], need + SPARE, new.shape[-1])
-            if have:
-                room[..., :have, :] = old
-            self._rooms[which] = room
-        room[..., have:need, :] = new
-        return room[..., :need, :]
+    @torch.no_grad()
+    def _gap(self, ask: Ask, text: Written, autocast: Any) -> tuple[float, float]:
+        """Between a text's log-probabilities and those of one pass over it, on average; and how far the logits are spread."""
+        model = self._writer.model
+        whole = torch.from_numpy(np.concatenate([ask.ids, text.ids])[None].astype(np.int64)).to(model.device)
+        with _writing(model), autocast():
+            hidden = model.base_model(input_ids=whole, use_cache=False).last_hidden_state[0, len(ask.ids) - 1 : -1]
+            logits = target_logits(self._writer.at_rows(hidden, self._width), slice(None)).float()
+        chances = logits.log_softmax(-1).gather(-1, whole[0, len(ask.ids) :, None]).squeeze(-1).cpu().numpy()
+        return float(np.abs(chances - text.logprobs).mean()), max(float(logits.std(-1).mean()), 1e-3)
 
 
 class _StopTexts:

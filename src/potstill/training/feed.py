@@ -34,8 +34,9 @@ POLL_SECONDS = 0.1
 class Feed:
     """An iterator of prepared windows, and what a checkpoint needs of it."""
 
-    def __init__(self, windows: Iterator[Prepared], buffer: Buffer | None = None) -> None:
+    def __init__(self, windows: Iterator[Prepared], buffer: Buffer | None = None, notes: Sequence[str] = ()) -> None:
         self._windows, self._buffer = windows, buffer
+        self.notes = notes  # what is worth a word before the first step
         self._stack = ExitStack()
 
     def __iter__(self) -> Iterator[Prepared]:
@@ -132,7 +133,8 @@ def _written(
     )
     at_once = max([PREPARING, *(teacher.ahead for teacher in parts.teachers)])
     pool = ThreadPoolExecutor(at_once, "prepare")
-    feed = Feed(_ahead(buffer, parts.teachers, pool, interrupted), buffer)
+    notes = [note for engine in engines.values() if isinstance(engine, TransformersEngine) for note in engine.notes]
+    feed = Feed(_ahead(buffer, parts.teachers, pool, interrupted), buffer, notes)
     feed.closing(drafts.close)
     feed.closing(lambda: pool.shutdown(cancel_futures=True))
     feed.closing(buffer.close)

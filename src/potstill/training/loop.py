@@ -39,8 +39,7 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
     recipe, console = load_recipe(recipe), Console(soft_wrap=True)
     run, checkpoints = open_run(recipe)
     parts = assemble(recipe)
-    for note in parts.notes:
-        console.print(note, style="yellow", highlight=False, markup=False)
+    _say(console, parts.notes)
     progress = resume(recipe, run, parts, checkpoints, console, count_steps)
     watching = [*watchers(recipe, console), *callbacks]
     clock = Stopwatch()
@@ -49,6 +48,7 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
         stop = stack.enter_context(StopSignal())
         waiting = open_feed(recipe, parts, progress, run.folder, run.checkpoint, lambda: stop.signal is not None)
         feed = stack.enter_context(waiting)
+        _say(console, feed.notes)
         for teacher in parts.teachers:  # before the feed, whose threads may wait for a server
             stack.callback(teacher.close)
         for watcher in watching:
@@ -131,6 +131,11 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
     if recipe.checkpoint.push_to_hub and run.step == run.total_steps:
         _push(parts, recipe.checkpoint.push_to_hub)
     return run
+
+
+def _say(console: Console, notes: Sequence[str]) -> None:
+    for note in notes:
+        console.print(note, style="yellow", highlight=False, markup=False)
 
 
 def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock: Stopwatch) -> dict[str, Any]:
