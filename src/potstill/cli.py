@@ -5,18 +5,33 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+import typer.core
 from rich.console import Console
 
 from potstill import __version__
 from potstill.cli_cache import DATA, AnyDtype, BatchTokens, Device, Json, TrustRemoteCode, cache_app
 from potstill.types import PotstillError
+from potstill.unforeseen import EXIT_CODE, Unforeseen, explain, stdout_is_gone, traces_in
+
+READER_LEFT = 141  # as of a process that SIGPIPE ended
+
+
+class _Commands(typer.core.TyperGroup):
+    """Typer takes some errors for its own (a socket's broken pipe, a file that ends too early): they go past it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with traces_in(None):
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="potstill",
+    cls=_Commands,
     help="Distil a teacher language model into a student.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -73,7 +88,9 @@ def train(
     from potstill import train as run_recipe
     from potstill.recipe import load_recipe
 
-    run = run_recipe(load_recipe(recipe, overrides or []))
+    checked = load_recipe(recipe, overrides or [])
+    with traces_in(Path(checked.run)):
+        run = run_recipe(checked)
     console = Console(soft_wrap=True)
     if run.stopped_by:
         console.print(
@@ -219,20 +236,37 @@ def schema() -> None:
 
 
 def main() -> None:
-    """The `potstill` command: an error a person can mend is one sentence on stderr, and exit code 1."""
+    """The `potstill` command: an error a person can mend is one sentence on stderr, and exit code 1; any other is one too,
+    and exit code 70."""
     debug = "--debug" in sys.argv
     try:
         app([argument for argument in sys.argv[1:] if argument != "--debug"])  # so that it may stand anywhere
     except PotstillError as error:
         if debug:
             raise
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_escaped(error)}", highlight=False)
+        _say(str(error))
         sys.exit(1)
+    except Unforeseen as error:
+        cause = error.__cause__
+        assert cause is not None
+        if isinstance(cause, BrokenPipeError) and stdout_is_gone():
+            sys.exit(READER_LEFT)
+        if debug:
+            traceback.print_exception(cause)
+        else:
+            _say(explain(cause, error.folder, __version__))
+        sys.exit(EXIT_CODE)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit:
+        if stdout_is_gone():
+            sys.exit(READER_LEFT)
+        raise
 
 
-def _escaped(error: PotstillError) -> str:
+def _say(sentence: str) -> None:
     from rich.markup import escape
 
-    return escape(str(error))
+    # Names and texts of others may hold what a terminal obeys, or what is no character at all.
+    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in sentence)
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(shown)}", highlight=False)

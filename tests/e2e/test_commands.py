@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from tiny_models import write_jsonl
 from tiny_runs import TinyRuns, lines, steps_on_disk
 
 import potstill as package
 from potstill.cli import app
 from potstill.config import Recipe
+from potstill.types import PotstillError
+from potstill.unforeseen import Unforeseen, explain, traces_in
 
 pytestmark = pytest.mark.e2e
 
@@ -162,3 +168,59 @@ def test_eval_of_prompts_and_completions(command: Callable[..., Any], tmp_path: 
     columns = ("--prompt-column", "q", "--completion-column", "a", "--max-length", "64")
     said = command("eval", str(tiny_teacher), "--data", str(pairs), *columns, "--json")
     assert said.code == 0 and json.loads(said.out)["bytes"] == len(" is strong.")
+
+
+# What nobody foresaw
+
+
+def test_an_error_that_nobody_foresaw_is_a_sentence_and_a_file(
+    command: Command, runs: TinyRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name with a NUL in it is no path to Python, which no command looks for."""
+    monkeypatch.setattr(tempfile, "tempdir", str(runs.folder))
+    recipe = runs.file("run")
+    said = command("train", recipe, r'run="a\0b"')
+    assert said.code == 70 and said.out == "" and len(said.err.splitlines()) == 1
+    (trace,) = runs.folder.glob("potstill-*-trace-*.txt")
+    said_of_it = f"ValueError: embedded null byte (the trace is in {trace}; please report it, or see it with --debug)"
+    assert said.err == f"error: potstill did not expect this: {said_of_it}\n"
+    text = trace.read_text()
+    assert text.startswith(f"potstill {package.__version__}, Python ") and "Traceback (most recent call last):" in text
+    assert text.endswith("ValueError: embedded null byte\n")
+    trace.unlink()
+    said = command("train", recipe, r'run="a\0b"', "--debug")
+    assert said.code == 70 and said.err.endswith("ValueError: embedded null byte\n") and "Traceback" in said.err
+    assert list(runs.folder.glob("potstill-*")) == []
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), MemoryError(), RecursionError("deep"), EOFError(), BrokenPipeError()])
+def test_the_trace_of_a_run_is_in_its_folder(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(Unforeseen) as caught, traces_in(tmp_path):
+        raise error
+    sentence = explain(error, caught.value.folder, "0")
+    (trace,) = tmp_path.iterdir()
+    assert f"the trace is in {trace}; please report it" in sentence and len(sentence.splitlines()) == 1
+    assert f"raise error\n{type(error).__name__}" in trace.read_text()
+    assert ("there was not enough memory" in sentence) == isinstance(error, MemoryError)
+
+
+def test_what_typer_and_people_raise_goes_through(tmp_path: Path) -> None:
+    for error in (PotstillError("x"), typer.BadParameter("x"), typer.Exit(3)):
+        with pytest.raises(type(error)), traces_in(tmp_path):
+            raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "potstill", "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
+
+
+def test_what_a_terminal_obeys_is_shown_and_not_obeyed(command: Callable[..., Any]) -> None:
+    said = command("train", "none\x1b[2J\udcff.yaml")
+    assert said.err == "error: there is no recipe none\\x1b[2J\\udcff.yaml\n"

@@ -35,6 +35,7 @@ ORDER = [
     {"evals"},
     {"training"},
     {"report"},
+    {"unforeseen"},
     {"potstill", "quickstart"},  # potstill: the package's own __init__
     {"cli_cache"},
     {"cli"},
