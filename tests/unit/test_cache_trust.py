@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 
 import potstill
@@ -19,10 +21,12 @@ from potstill.config import DataConfig, StoreConfig, TeacherConfig
 from potstill.files import MANIFEST
 from potstill.models import load_teacher
 from potstill.teachers.build import build
+from potstill.teachers.codec import Format, encode, from_bytes, read_sampled, read_top_k, to_bytes
 from potstill.teachers.command import show_info
 from potstill.teachers.convert import convert_cache
 from potstill.teachers.inspect import verify
-from potstill.teachers.manifest import part, read_manifest
+from potstill.teachers.manifest import identity_of, part, read_manifest
+from potstill.teachers.shard import open_shard
 from potstill.teachers.store import Cache, shard_names
 from potstill.types import PotstillError
 
@@ -282,3 +286,145 @@ def test_a_pipe_in_place_of_a_manifest_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / MANIFEST)
     with pytest.raises(PotstillError, match=r"manifest.json is a link or no plain file"):
         read_manifest(tmp_path)
+
+
+# Shards
+
+
+def parts_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def opened(folder: Path, content: bytes, identity: str) -> Any:
+    """The shard of that content, or what was said of it."""
+    name = f"shard-{len(content)}-00000000.safetensors"
+    (folder / name).write_bytes(content)
+    try:
+        return open_shard(folder, name, identity)
+    except PotstillError as error:
+        assert str(error).count("\n") == 0
+        return str(error)
+    finally:
+        (folder / name).unlink()
+
+
+def with_header(header: Any, body: bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def moved(header: dict[str, Any], name: str, **changes: Any) -> dict[str, Any]:
+    return {**header, name: {**header[name], **changes}}
+
+
+def hostile(header: dict[str, Any], body: bytes) -> dict[str, tuple[Any, bytes]]:
+    begin, end = header["data"]["data_offsets"]
+    tokens = header["tokens"]["data_offsets"]
+    shape = header["data"]["shape"][0]
+    none = dict.fromkeys(header)
+    return {
+        "negative offsets": (moved(header, "data", data_offsets=[begin - len(body), end - len(body)]), body),
+        "overlapping": (moved(header, "tokens", data_offsets=[tokens[0] - 4, tokens[1] - 4]), body),
+        "the same bytes twice": (moved(header, "checksums", data_offsets=tokens), body),
+        "a hole": (moved(header, "data", data_offsets=[begin + 1, end], shape=[shape - 1]), body),
+        "junk after the data": (header, body + b"junk"),
+        "less than it says": (header, body[:-1]),
+        "a tensor of 1 TB": (moved(header, "data", shape=[2**40], data_offsets=[begin, begin + 2**40]), body),
+        "a shape of 1 TB": (moved(header, "data", shape=[2**40]), body),
+        "a shape that overflows": (moved(header, "data", shape=[2**63, 2**63]), body),
+        "another dtype": (moved(header, "tokens", dtype="F32"), body),
+        "a dtype that is a list": (moved(header, "tokens", dtype=["I32"]), body),
+        "another shape": (moved(header, "keys", shape=[header["keys"]["shape"][0] * 16]), body),
+        "offsets that are true": (moved(header, "data", data_offsets=[True, end]), body),
+        "offsets that are no list": (moved(header, "data", data_offsets=7), body),
+        "a tensor more": ({**header, "more": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}, body),
+        "a tensor less": ({k: v for k, v in header.items() if k != "checksums"}, body),
+        "no tensors": (none, body),
+        "a list": ([], body),
+        "metadata of numbers": ({**header, "__metadata__": {"identity": 3}}, body),
+        "a space before it": (b" " + json.dumps(header).encode(), body),
+        "deep": (b'{"a":' * 50_000, body),
+        "no text": (b"{\xff}", body),
+    }
+
+
+def test_shards_that_safetensors_refuses_are_refused(made, tmp_path):
+    path = made / shard_names(made)[0]
+    identity = identity_of(read_manifest(made))
+    header, body = parts_of(path)
+    assert len(opened(tmp_path, with_header(header, body), identity).keys) == 60
+    for what, (changed_header, changed_body) in hostile(header, body).items():
+        said = opened(tmp_path, with_header(changed_header, changed_body), identity)
+        assert isinstance(said, str) and "the header cannot be read (" in said, what
+    for content in (b"", b"\0" * 7, b"\xff" * 8 + body, (len(body) + 1).to_bytes(8, "little") + body):
+        assert isinstance(opened(tmp_path, content, identity), str)
+
+
+def test_fuzzed_shards_are_read_as_safetensors_reads_them_or_not_at_all(made, tmp_path):
+    """400 of them: what is taken is what safetensors takes, to the byte."""
+    identity = identity_of(read_manifest(made))
+    header, body = parts_of(made / shard_names(made)[0])
+    small = [-1, 0, 1, 4, 15, 16, 59, 60, 61, 2**40, 2**64, True, None, "U8", "I32", 1.0, [], [0], [0, 0], {}]
+    small += [number for entry in header.values() if "shape" in entry for number in entry["data_offsets"]]
+    taken = 0
+    for seed in range(400):
+        generator = random.Random(seed)
+        copy = json.loads(json.dumps(header))
+        for _ in range(generator.randrange(3)):
+            *way, last = generator.choice([place for place in places(copy) if len(place) > 1])
+            inner = copy
+            for key in way:
+                inner = inner[key]
+            inner[last] = generator.choice(small)
+        content = bytearray(with_header(copy, body))
+        for _ in range(generator.choice([0, 0, 1, 4])):
+            content[generator.randrange(len(content) if generator.random() < 0.5 else 600)] = generator.randrange(256)
+        if generator.random() < 0.2:
+            content = content[: generator.randrange(len(content))] if generator.random() < 0.5 else content + b"\0"
+        found = opened(tmp_path, bytes(content), identity)
+        if isinstance(found, str):
+            continue
+        taken += 1
+        theirs = safetensors.numpy.load(bytes(content))
+        assert sorted(theirs) == ["checksums", "data", "keys", "offsets", "tokens"], seed
+        for name, array in theirs.items():
+            ours = getattr(found, name)
+            assert ours.dtype == array.dtype and np.array_equal(ours, array), (seed, name)
+    assert 40 < taken < 300
+
+
+@pytest.mark.parametrize("kind", ["top_k", "sampled", "hidden", "chosen"])
+def test_documents_of_fuzzed_bytes_are_read_or_one_sentence(kind):
+    """Whoever makes a shard makes its checksums too."""
+    form = Format(kind, 300, k=6, draws=5, width=3, temperatures=(1.0,))
+    random_numbers = np.random.default_rng(0)
+    signal = {
+        "ids": np.argsort(random_numbers.random((9, 300)), -1)[:, :6],
+        "logprobs": -np.sort(random_numbers.random((9, 6)) * 5, -1),
+        "odds": random_numbers.normal(size=(9, 1)),
+        "chosen": -random_numbers.random(9),
+        "draws": np.sort(random_numbers.integers(0, 300, (9, 5)), -1),
+        "entropy": random_numbers.random(9),
+        "hidden": random_numbers.random((9, 3)).astype(np.float32),
+    }
+    ids, ends, predicted = np.arange(10), np.cumsum(np.arange(10)), np.arange(10) > 0
+    good = to_bytes(form, ids, ends, predicted, encode(form, signal))
+    for seed in range(400):
+        generator = random.Random(seed)
+        data = bytearray(good)
+        for _ in range(generator.randrange(1, 4)):
+            data[generator.randrange(len(data) if generator.random() < 0.5 else 20)] = generator.randrange(256)
+        tokens = generator.choice([10, 10, 10, 0, 9, 11, 2**31 - 1])
+        try:
+            document = from_bytes(form, np.frombuffer(bytes(data), dtype=np.uint8), tokens)
+        except ValueError:
+            continue
+        chosen = [(document, np.arange(int(document.predicted.sum())))]
+        assert len(document.ends) == tokens
+        if kind == "top_k":
+            read = read_top_k(chosen, 1.0)
+            np.testing.assert_allclose(np.exp(read[1]).sum(-1) + np.exp(read[2]), 1, atol=1e-5)
+        if kind == "sampled":
+            np.testing.assert_allclose(read_sampled(chosen)[1].sum(-1), 1, atol=1e-6)

@@ -242,6 +242,8 @@ def from_bytes(form: Format, data: Bytes, tokens: int) -> Document:
         return data[at - size : at]
 
     bits = int(take(1)[0])
+    if not 4 <= bits <= 24:
+        raise ValueError(f"lengths of {bits} bits")
     ids = unpack(take(packed_bytes(tokens, form.id_bits))[None], tokens, form.id_bits)[0]
     lengths = take(packed_bytes(tokens, bits))
     predicted = np.unpackbits(take(packed_bytes(tokens, 1)), count=tokens, bitorder="little").view(np.bool_)
@@ -250,6 +252,8 @@ def from_bytes(form: Format, data: Bytes, tokens: int) -> Document:
     if form.kind == "sampled":
         flags = np.unpackbits(take(packed_bytes(rows * form.draws, 1)), count=rows * form.draws, bitorder="little")
         streams["first"] = flags.reshape(rows, form.draws)
+        if not streams["first"][:, 0].all():
+            raise ValueError("a row's first draw is no new one")
         distinct = int(np.count_nonzero(flags))
         streams["ids"] = unpack(take(packed_bytes(distinct, form.id_bits))[None], distinct, form.id_bits)[0]
     for name, width in form.row_bytes().items():

@@ -184,7 +184,7 @@ def _other_teacher(cache: Cache, teacher: LanguageModel) -> tuple[list[str], boo
 def _check_shard(cache: Cache, shard: Shard, report: Report) -> float:
     """The largest distance of a row's mass from 1."""
     worst, form = 0.0, cache.form
-    if np.any(np.diff(shard.offsets) < 0) or shard.offsets[-1] != len(shard.data):
+    if shard.offsets[0] or np.any(np.diff(shard.offsets) < 0) or shard.offsets[-1] != len(shard.data):
         report.damage.append(f"{shard.name}: its index does not fit its data")
         return worst
     for number in range(len(shard.keys)):

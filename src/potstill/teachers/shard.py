@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
 import os
 import struct
@@ -24,6 +25,14 @@ from potstill.types import PotstillError
 
 MADVISE = getattr(ctypes.CDLL(None), "madvise", None)  # a hint, where the system takes it
 DTYPES = {"U8": "u1", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
+ARRAYS: Mapping[str, tuple[str, tuple[int, ...]]] = {  # dtype, and the columns of a row
+    "keys": ("U8", (16,)),
+    "tokens": ("I32", ()),
+    "offsets": ("I64", ()),
+    "checksums": ("U32", ()),
+    "data": ("U8", ()),
+}
+LARGEST_HEADER = 100_000_000  # bytes, as safetensors has it
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class Shard:
         if not self.whole(number):
             raise damaged(folder, self.name, f"document {bytes(self.keys[number]).hex()} is not what was written")
         try:
+            if self.tokens[number] < 0:
+                raise ValueError(f"it has {self.tokens[number]} tokens")
             return from_bytes(form, self._bytes(number), int(self.tokens[number]))
         except ValueError as error:
             what = f"document {bytes(self.keys[number]).hex()} does not fit what the manifest says ({error})"
@@ -95,18 +106,10 @@ def open_shard(folder: Path, name: str, identity: str) -> Shard:
         raise PotstillError(f"cannot read {path} ({str(error).splitlines()[0]})") from error
     data.flags.writeable = False
     try:
-        (length,) = struct.unpack("<Q", data[:8].tobytes())
-        header = json.loads(data[8 : 8 + length].tobytes())
-        written_for = header.get("__metadata__", {}).get("identity")
-        arrays = {
-            key: _array(data[8 + length :], header[key]) for key in ("keys", "tokens", "offsets", "checksums", "data")
-        }
-        shard = Shard(name, **arrays)
-        documents = len(shard.tokens)
-        if (shard.keys.shape, len(shard.offsets), len(shard.checksums)) != ((documents, 16), documents + 1, documents):
-            raise ValueError("its arrays do not fit each other")
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        arrays, written_for = _parsed(data)
+    except (ValueError, RecursionError) as error:
         raise damaged(folder, name, f"the header cannot be read ({error})") from error
+    shard = Shard(name, **arrays)
     if written_for != identity:
         raise PotstillError(
             f"the cache {folder} is damaged: {name} was written for another cache (of another teacher, kind, signal or text), "
@@ -115,9 +118,48 @@ def open_shard(folder: Path, name: str, identity: str) -> Shard:
     return shard
 
 
-def _array(data: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
-    begin, end = entry["data_offsets"]
-    return data[begin:end].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+def _parsed(data: npt.NDArray[np.uint8]) -> tuple[dict[str, npt.NDArray[Any]], str | None]:
+    """The arrays of a safetensors file, and the identity that it was written for. As strict as safetensors, and stricter: just
+    the arrays of a shard, one after another, from the end of the header to the end of the file. ValueError: it is none."""
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if len(data) < 8 or length > min(len(data) - 8, LARGEST_HEADER):
+        raise ValueError(f"{len(data):,} bytes, of which the header is to be {length:,}")
+    text = data[8 : 8 + length].tobytes()
+    header = json.loads(text.decode()) if text.startswith(b"{") else None
+    if not isinstance(header, dict) or set(header) - {"__metadata__"} != set(ARRAYS):
+        raise ValueError("it does not name the arrays of a shard")
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata are not strings")
+    body, arrays, spans = data[8 + length :], {}, []
+    for name, (dtype, columns) in ARRAYS.items():
+        begin, end, count = _span(name, header[name], dtype, columns)
+        spans.append((begin, end))
+        if end <= len(body):
+            arrays[name] = body[begin:end].view(DTYPES[dtype]).reshape(count, *columns)
+    spans.sort()
+    if [0, *(end for _, end in spans)] != [*(begin for begin, _ in spans), len(body)]:
+        raise ValueError("its arrays leave holes, overlap, or do not end with the file")
+    documents = len(arrays["tokens"])
+    if [len(arrays[name]) for name in ("keys", "offsets", "checksums")] != [documents, documents + 1, documents]:
+        raise ValueError("its arrays do not fit each other")
+    return arrays, metadata.get("identity")
+
+
+def _span(name: str, entry: Any, dtype: str, columns: tuple[int, ...]) -> tuple[int, int, int]:
+    """Where an array begins and ends, and how many rows it has."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"} or entry["dtype"] != dtype:
+        raise ValueError(f"{name} is not an array of {dtype}")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
+            raise ValueError(f"{name} has a shape or offsets that are no whole numbers")
+    if len(offsets) != 2 or len(shape) != 1 + len(columns) or tuple(shape[1:]) != columns:
+        raise ValueError(f"{name} has another shape than in a shard")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize:
+        raise ValueError(f"{name} has {end - begin:,} bytes, which is not what its shape {shape} takes")
+    return begin, end, shape[0]
 
 
 def whole(folder: Path, name: str) -> bool:
