@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import struct
 import sys
@@ -27,7 +28,7 @@ from potstill.teachers.convert import convert, convert_cache
 from potstill.teachers.foreign import example_features, varints
 from potstill.teachers.imports import NOT_CUT, import_cache
 from potstill.teachers.inspect import verify
-from potstill.teachers.store import Cache
+from potstill.teachers.store import Cache, begun_cache
 from potstill.types import PotstillError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -546,6 +547,114 @@ def test_bad_files_are_told_apart(tiny_teacher, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "array_record.python", None)
     with pytest.raises(PotstillError, match=r"pip install 'potstill\[import\]'"):
         of_maxtext()
+
+
+def spoilt(made, row: int, column: int, *, ids=None, values=None, tokens=None):
+    """The entries of `entries_of`, one of the first text changed."""
+    text, first_tokens, first_ids, first_values, logits = made[0]
+    first_ids, first_values = first_ids.astype(object), first_values.astype(np.float64)
+    first_tokens = first_tokens.copy()
+    if ids is not None:
+        first_ids[row, column] = None if ids == "null" else ids
+    if values is not None:
+        first_values[row, column] = values
+    if tokens is not None:
+        first_tokens[row] = tokens
+    return [(text, first_tokens, first_ids, first_values, logits), *made[1:]]
+
+
+def write_signed(path: Path, made) -> Path:
+    table = {
+        "input_ids": pa.array([one[1].tolist() for one in made]),
+        "top_k_indices": pa.array([one[2].tolist() for one in made]),
+        "top_k_logprobs": pa.array([one[3].tolist() for one in made], pa.list_(pa.list_(pa.float64()))),
+    }
+    pq.write_table(pa.table(table), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ids": -1}, "has the id -1, and the teacher has 2048 ids"),
+        ({"ids": 2048}, "has the id 2048, and the teacher has 2048 ids"),
+        ({"ids": "first"}, r"has the id \d+ twice at one token"),
+        ({"ids": 3.5}, "its ids are of type float64, where integers were expected"),
+        ({"ids": "null"}, "holds nothing at 1 places where numbers were expected"),
+        ({"ids": 2**62}, "has the id 4611686018427387904"),
+        ({"tokens": -1}, "has the id -1"),
+        ({"values": math.nan}, "has nan among its values, where numbers were expected"),
+        ({"values": math.inf}, "has inf among its values"),
+        ({"values": 0.3}, r"probabilities at a token sum to \S+, so these are not log-probabilities"),
+        ({"values": -0.001}, r"probabilities at a token sum to \S+, so these are not log-probabilities"),
+    ],
+    ids=str,
+)
+def test_entries_that_no_teacher_gives_are_refused(teacher, tiny_teacher, tmp_path, change, words):
+    """Below 0 they were written as other ids, and twice in a row they count twice."""
+    made = entries_of(teacher.tokenizer)
+    made = [(*one[:3], np.take_along_axis(expected(one[4]), one[2], -1), one[4]) for one in made]
+    if change.get("ids") == "first":
+        change = {"ids": int(made[0][2][1, 0])}
+    column = 1 if "values" in change else 5
+    file = write_signed(tmp_path / "a.parquet", spoilt(made, 1, column, **change))
+    keys = {"layout": "parquet", "tokenizer": str(tiny_teacher), "teacher_name": "big", "values": "logprobs"}
+    with pytest.raises(PotstillError, match=words) as caught:
+        import_cache([file], tmp_path / "cache", texts=tmp_path / "t.jsonl", **keys)
+    assert "a.parquet, record 0" in str(caught.value)
+    assert not (tmp_path / "t.jsonl").exists() and begun_cache(tmp_path / "cache") is None
+
+
+def test_entries_of_no_mass_are_padding_whatever_their_ids(teacher, tiny_teacher, tmp_path):
+    made = entries_of(teacher.tokenizer)
+
+    def wider(rows: np.ndarray, value: float) -> np.ndarray:
+        return np.pad(rows, ((0, 0), (0, 2)), constant_values=value)
+
+    padded = [(text, tokens, wider(ids, -1), wider(values, -np.inf), x) for text, tokens, ids, values, x in made]
+    keys = {"layout": "parquet", "tokenizer": str(tiny_teacher), "teacher_name": "big", "values": "logits"}
+    file = write_signed(tmp_path / "a.parquet", padded)
+    assert import_cache([file], tmp_path / "cache", texts=tmp_path / "t.jsonl", **keys).documents == 3
+    cache = Cache(tmp_path / "cache")
+    assert cache.form.k == 8 and verify(cache.folder).damage == []
+    for text, _, ids, *_ in made:
+        assert np.array_equal(read_top_k(all_rows(cache, [text_key(text)]), 1.0)[0], ids[:-1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"top_k_indices": np.ones((3, 2), "f4")}, "its ids are of type float32"),
+        ({"inputs": np.ones(3, "f4")}, "its tokens are of type float32"),
+        ({"top_k_indices": np.array([[5, 6], [7, -9], [8, 9]])}, "has the id -9"),
+        ({"inputs_segmentation": np.ones(4, "i8")}, "3 tokens and 4 numbers of segments"),
+        ({"z": np.ones(2, "f4")}, "entries at 3 tokens and 2 normalisers"),
+        ({"z": np.array([1, np.nan, 1], "f4")}, "a normaliser that is not finite"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("coding", ["example", "safetensors"])
+def test_features_of_another_type_or_size_are_refused(teacher, tiny_teacher, tmp_path, coding, changes, words):
+    tokens = np.array([*teacher.tokenizer("a")["input_ids"], teacher.tokenizer.eos_token_id])
+    assert len(tokens) == 3
+    record = {"inputs": tokens, "top_k_logits": np.full((3, 2), -1, "f4"), "top_k_indices": np.arange(6).reshape(3, 2)}
+    record = {**record, "z": np.ones(3, "f4"), **changes}
+    if coding == "example":
+        data = tf_example(record)
+    else:
+        data = safetensors.numpy.save({name: value[None] for name, value in record.items()})
+    keys = {"layout": "maxtext", "tokenizer": str(tiny_teacher), "teacher_name": "big", "columns": {"normaliser": "z"}}
+    file = write_records(tmp_path / "a.array_record", [data])
+    with pytest.raises(PotstillError, match=words):
+        import_cache([file], tmp_path / "cache", texts=tmp_path / "t.jsonl", **keys)
+
+
+def test_ids_that_are_true_or_false_are_refused(tiny_teacher, tmp_path):
+    record = {"inputs": np.arange(3)[None], "top_k_logits": np.ones((1, 3, 2), "f4")}
+    data = safetensors.numpy.save({**record, "top_k_indices": np.ones((1, 3, 2), bool)})
+    keys = {"layout": "maxtext", "tokenizer": str(tiny_teacher), "teacher_name": "big", "texts": tmp_path / "t.jsonl"}
+    with pytest.raises(PotstillError, match="its ids are of type bool, where integers were expected"):
+        import_cache([write_records(tmp_path / "a.array_record", [data])], tmp_path / "cache", **keys)
 
 
 def test_a_real_array_record_file(teacher, tiny_teacher, tmp_path):

@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 
 from potstill.files import MANIFEST, UNFINISHED
 from potstill.teachers import store
-from potstill.teachers.codec import Format, encode, read_chosen, to_bytes
+from potstill.teachers.codec import Format, encode, pack, read_chosen, to_bytes, unpack
 from potstill.teachers.inspect import _at_ids, share_that_differs, verify
 from potstill.teachers.manifest import signal_keys
 from potstill.teachers.shard import open_shard
@@ -718,6 +719,51 @@ def test_a_document_with_an_id_beyond_the_vocabulary(folder):
     assert [line.split(": ")[1] for line in verify(folder).damage] == [
         f"document {key_of(0)} has an id beyond the vocabulary"
     ]
+
+
+def one_document(folder: Path, form: Format, predicted, signal) -> list[str]:
+    """What verify says of a cache with one document of three tokens, without the names."""
+    create(folder, {**IDENTITY, "kind": form.kind, "signal": signal_keys(form)}, fill)
+    writer = Writer(folder)
+    streams = encode(form, {name: np.asarray(value) for name, value in signal.items()})
+    writer.add(key_of(0), 3, to_bytes(form, np.arange(3), np.arange(3), np.array(predicted), streams))
+    writer.flush()
+    return [line.split(": ")[1].removeprefix(f"document {key_of(0)} has ") for line in verify(folder).damage]
+
+
+def test_verify_finds_what_no_teacher_says_whatever_the_checksums(tmp_path):
+    top = Format("top_k", 500, k=3)
+    rows = {"logprobs": [[-1.0, -2, -3]] * 2, "odds": [[0.5]] * 2, "chosen": [-1.0] * 2}
+    predicted = [False, True, True]
+    assert one_document(tmp_path / "a", top, predicted, {**rows, "ids": [[1, 2, 3], [3, 2, 1]]}) == []
+    twice = {**rows, "ids": [[1, 2, 3], [7, 9, 7]]}
+    assert one_document(tmp_path / "b", top, predicted, twice) == ["the id 7 twice at one token"]
+    beyond = {**rows, "ids": [[1, 2, 3], [4, 5, 511]]}
+    assert one_document(tmp_path / "c", top, predicted, beyond) == ["the id 511, and the teacher has 500 ids"]
+    first = {**rows, "ids": [[1, 2, 3], [3, 2, 1]]}
+    assert one_document(tmp_path / "d", top, [True, True, False], first) == ["a prediction of its first token"]
+    drawn = Format("sampled", 500, draws=4)
+    good = {"draws": [[1, 1, 5, 9], [2, 2, 2, 2]], "entropy": [1.0, 0.0]}
+    assert one_document(tmp_path / "e", drawn, predicted, good) == []
+    mixed = {**good, "draws": [[1, 5, 1, 9], [2, 2, 2, 510]]}
+    assert one_document(tmp_path / "f", drawn, predicted, mixed) == [
+        "an id beyond the vocabulary",
+        "draws that are not in the order of their ids",
+    ]
+    states = np.array([[1.0, 2.0], [3.0, np.inf]], np.float32)
+    for number, dtype in enumerate(("float32", "float16", "bfloat16")):
+        hidden = torch.from_numpy(states).to(getattr(torch, dtype))
+        stored = (hidden.view(torch.uint16) if dtype == "bfloat16" else hidden).numpy()
+        form = Format("hidden", 500, width=2, dtype=dtype)
+        said = one_document(tmp_path / f"g{number}", form, predicted, {"hidden": stored})
+        assert said == ["hidden states that are not finite"]
+
+
+@pytest.mark.parametrize("values", [[[-1]], [[3, 2048]], [[1.0]], [[True]], [[2**40]]])
+def test_the_packer_takes_no_values_that_do_not_fit(values):
+    with pytest.raises(AssertionError, match="do not fit their bits"):
+        pack(np.array(values), 11)
+    assert unpack(pack(np.array([[0, 2047]]), 11), 2, 11).tolist() == [[0, 2047]]
 
 
 def test_a_shard_that_may_not_be_read(three):

@@ -84,6 +84,9 @@ def packed_bytes(count: int, bits: int) -> int:
 def pack(values: npt.NDArray[Any], bits: int) -> Bytes:
     """Unsigned values [R, n] as R rows of bytes, `bits` (4 to 24) each, the lowest bit first."""
     rows, count = values.shape
+    assert values.dtype.kind in "iu" and not (values.size and (values.min() < 0 or int(values.max()) >> bits)), (
+        "values that do not fit their bits"
+    )
     width = packed_bytes(count, bits)
     room = np.zeros((rows, width + 3), dtype=np.uint8)
     words = _words(room, width)
@@ -122,6 +125,19 @@ def _unpacked(room: Bytes, rows: int, width: int, count: int, bits: int) -> npt.
 def _words(room: Bytes, width: int) -> npt.NDArray[np.uint32]:
     """The 32 bits that begin at each byte."""
     return np.ndarray((room.shape[0], width), dtype="<u4", buffer=room, strides=(room.shape[1], 1))
+
+
+def wrong_ids(ids: npt.NDArray[Any], vocabulary: int, there: npt.NDArray[np.bool_] | None = None) -> str | None:
+    """What is wrong with the ids of each row [R, K], which are to be different ones, or None. `there`: which of them count."""
+    counted = ids if there is None else ids[there]
+    outside = counted[(counted < 0) | (counted >= vocabulary)]
+    if outside.size:
+        return f"the id {outside.flat[0]}, and the teacher has {vocabulary} ids"
+    if there is not None:  # what does not count is made different from all that does
+        ids = np.where(there, ids, vocabulary + np.arange(ids.shape[1]))
+    ordered = np.sort(ids, -1)
+    again = ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]]
+    return f"the id {again[0]} twice at one token" if again.size else None
 
 
 def _gap_table(bits: int, between: tuple[float, float]) -> npt.NDArray[np.float64]:

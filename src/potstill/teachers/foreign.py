@@ -87,20 +87,46 @@ def _sequences(data: bytes, columns: Mapping[str, str], source: str) -> Iterator
 
 
 def _record(features: Mapping[str, Array], columns: Mapping[str, str], source: str) -> Record:
-    tokens = _feature(features, columns["tokens"], source).astype(np.int64)
-    ids, values = (_feature(features, columns[role], source) for role in ("ids", "values"))
+    tokens = _whole(_feature(features, columns["tokens"], source), "tokens", source).ravel()
+    ids = _whole(_feature(features, columns["ids"], source), "ids", source)
+    values = _feature(features, columns["values"], source)
     if not len(tokens) or ids.size != values.size or ids.size % len(tokens):
         raise PotstillError(
             f"{source} has {len(tokens)} tokens, {ids.size} ids and {values.size} values: as many ids as values were "
             "expected, and the same number at each token"
         )
-    values = values.reshape(len(tokens), -1).astype(np.float64)
+    values = _real(values, "values", source).reshape(len(tokens), -1)
     normaliser = columns.get("normaliser")
     if normaliser is not None:
-        values = values - _feature(features, normaliser, source).astype(np.float64).reshape(-1, 1)
-    segments = features[SEGMENTS].astype(np.int64) if SEGMENTS in features else None
-    shape = values.shape
-    return Record(tokens, ids.reshape(shape).astype(np.int64), values, segments, normaliser is not None, None, source)
+        values = _less(values, _real(_feature(features, normaliser, source), "normaliser", source), source)
+    segments = _whole(features[SEGMENTS], SEGMENTS, source).ravel() if SEGMENTS in features else None
+    if segments is not None and len(segments) != len(tokens):
+        raise PotstillError(f"{source} has {len(tokens)} tokens and {len(segments)} numbers of segments")
+    return Record(tokens, ids.reshape(values.shape), values, segments, normaliser is not None, None, source)
+
+
+def _whole(values: Array, what: str, source: str) -> npt.NDArray[np.int64]:
+    """As integers. Of fractions, and of what is true or false, nobody knows which ids they stand for."""
+    if values.size and values.dtype.kind not in "iu":
+        raise PotstillError(f"{source}: its {what} are of type {values.dtype}, where integers were expected")
+    if values.size and int(values.max()) >= 2**63:
+        raise PotstillError(f"{source}: among its {what} is {values.max()}")
+    return values.astype(np.int64)
+
+
+def _real(values: Array, what: str, source: str) -> npt.NDArray[np.float64]:
+    if values.size and values.dtype.kind not in "iuf":
+        raise PotstillError(f"{source}: its {what} are of type {values.dtype}, where numbers were expected")
+    return values.astype(np.float64)
+
+
+def _less(values: npt.NDArray[np.float64], normaliser: npt.NDArray[np.float64], source: str) -> npt.NDArray[np.float64]:
+    """Logits less their normaliser, of which there is one a row."""
+    if normaliser.size != len(values):
+        raise PotstillError(f"{source} has entries at {len(values)} tokens and {normaliser.size} normalisers")
+    if not np.isfinite(normaliser).all():
+        raise PotstillError(f"{source} has a normaliser that is not finite")
+    return values - normaliser.reshape(-1, 1)
 
 
 def _feature(features: Mapping[str, Array], name: str, source: str) -> Array:
@@ -193,17 +219,18 @@ def parquet_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
 
 
 def _row(cells: Mapping[str, Any], source: str) -> Record:
-    tokens = _numbers(cells["tokens"].values, source).astype(np.int64)
-    ids, id_counts = _lists(cells["ids"].values, len(tokens), source)
-    values, counts = _lists(cells["values"].values, len(tokens), source)
+    lists = {role: _list(cell, source) for role, cell in cells.items() if role != "text"}
+    tokens = _whole(_numbers(lists["tokens"], source), "tokens", source)
+    ids, id_counts = _lists(lists["ids"], len(tokens), source)
+    values, counts = _lists(lists["values"], len(tokens), source)
     if not np.array_equal(id_counts, counts):
         raise PotstillError(f"{source} has other numbers of ids than of values at its tokens")
     shape = (len(counts), int(counts.max(initial=0)))
     filled = np.arange(shape[1]) < counts[:, None]
     id_matrix, matrix = np.zeros(shape, dtype=np.int64), np.full(shape, -np.inf)
-    id_matrix[filled], matrix[filled] = ids, values
-    if "normaliser" in cells:
-        matrix -= _numbers(cells["normaliser"].values, source).astype(np.float64)[:, None]
+    id_matrix[filled], matrix[filled] = _whole(ids, "ids", source), _real(values, "values", source)
+    if "normaliser" in lists:
+        matrix = _less(matrix, _real(_numbers(lists["normaliser"], source), "normaliser", source), source)
     text = cells["text"].as_py() if "text" in cells else None
     return Record(tokens, id_matrix, matrix, None, "normaliser" in cells, text, source)
 
@@ -219,8 +246,17 @@ def _lists(cell: Any, tokens: int, source: str) -> tuple[Array, Array]:
     return flat, np.full(tokens, len(flat) // tokens)
 
 
+def _list(cell: Any, source: str) -> Any:
+    """What a cell with a list holds."""
+    if not isinstance(cell, pa.ListScalar) or cell.values is None:
+        what = "nothing" if cell.as_py() is None else str(cell.type)
+        raise PotstillError(f"{source} holds {what} where a list was expected")
+    return cell.values
+
+
 def _numbers(values: Any, source: str) -> Array:
-    if values is None or not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
-        what = "nothing" if values is None else values.type
-        raise PotstillError(f"{source} holds {what} where numbers, or a list of numbers a token, were expected")
+    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
+        raise PotstillError(f"{source} holds {values.type} where numbers, or a list of numbers a token, were expected")
+    if values.null_count:
+        raise PotstillError(f"{source} holds nothing at {values.null_count} places where numbers were expected")
     return values.to_numpy(zero_copy_only=False)

@@ -22,7 +22,7 @@ from potstill.data import Piece
 from potstill.data.examples import text_key
 from potstill.files import UNFINISHED, could_not_write
 from potstill.models import load_tokenizer
-from potstill.teachers.codec import LARGEST_VOCABULARY, STEPS_PER_NAT, Format, encode, to_bytes
+from potstill.teachers.codec import LARGEST_VOCABULARY, STEPS_PER_NAT, Format, encode, to_bytes, wrong_ids
 from potstill.teachers.foreign import Record, maxtext_records, parquet_records
 from potstill.teachers.manifest import IMPORTED, signal_keys
 from potstill.teachers.reading import TeacherText, template_fingerprint, tokenizer_fingerprint
@@ -196,11 +196,15 @@ class _Words:
         self._before = encoding.ids[:before]  # what the tokenizer itself puts before a text
 
     def documents(self, record: Record, predicts: str, counts: Counter[str]) -> Iterator[_Found]:
-        self._check_ids(record)
+        # Also where no text comes back; those below 0 may be padding.
+        if wrong := wrong_ids(np.maximum(record.ids, 0).reshape(-1, 1), len(self.tokenizer)):
+            raise self._other_tokenizer(record, wrong)
         for begin, end in _segments(record):
             tokens = record.tokens[begin:end]
             if record.segments is None:
                 tokens = self._without_padding(tokens)
+            if wrong := wrong_ids(tokens[:, None], len(self.tokenizer)):
+                raise self._other_tokenizer(record, wrong)
             found = self._read(tokens, record, counts)
             if found is None:
                 continue
@@ -214,7 +218,24 @@ class _Words:
             if not len(rows) or rows[-1] >= bound:
                 counts["entries" if len(rows) else "empty"] += 1
                 continue
+            self._check_entries(record, rows)
             yield _Found(text_key(text), text, example, record.ids[rows], record.values[rows])
+
+    def _check_entries(self, record: Record, rows: npt.NDArray[np.int64]) -> None:
+        ids, values = record.ids[rows], record.values[rows]
+        there = np.isfinite(values)
+        if (~there & ~np.isneginf(values)).any():
+            raise PotstillError(
+                f"{record.source} has {values[~there & ~np.isneginf(values)][0]} among its values, where numbers were expected"
+            )
+        if wrong := wrong_ids(ids, len(self.tokenizer), there):
+            raise self._other_tokenizer(record, wrong)
+
+    def _other_tokenizer(self, record: Record, what: str) -> PotstillError:
+        return PotstillError(
+            f"{record.source} has {what}: name the tokenizer of the teacher (--tokenizer {self.tokenizer.name_or_path} was "
+            "read), and the right columns (--column)"
+        )
 
     def _without_padding(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
@@ -252,14 +273,6 @@ class _Words:
         if example is None or not len(example.ids) - 1 <= len(tokens) <= len(example.ids):
             return None
         return example if np.array_equal(example.ids[: len(tokens)], tokens) else None
-
-    def _check_ids(self, record: Record) -> None:
-        largest = max(record.ids.max(initial=0), record.tokens.max(initial=0))
-        if largest >= len(self.tokenizer):
-            raise PotstillError(
-                f"{record.source} has the id {largest}, and the tokenizer {self.tokenizer.name_or_path} has "
-                f"{len(self.tokenizer)} ids: name the tokenizer of the teacher (--tokenizer)"
-            )
 
 
 def _segments(record: Record) -> Iterator[tuple[int, int]]:
@@ -310,6 +323,10 @@ class _Kind:
         least = int(there[there > 0].min(initial=first.ids.shape[1]))
         if k is not None and not 1 <= k <= least:
             raise PotstillError(f"--k {k}: {file} has {least} entries a token; choose from 1 to that")
+        if (k or least) > vocabulary:
+            raise PotstillError(
+                f"{file} has {least} entries a token, and the tokenizer has {vocabulary} ids: see --column"
+            )
         found = (
             "logprobs" if first.normalised else _guessed(first.values[there > 0], file) if values == "auto" else values
         )

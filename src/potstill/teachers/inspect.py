@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -15,9 +15,10 @@ import torch
 from potstill.config import DataConfig
 from potstill.data import collate
 from potstill.models import LanguageModel
-from potstill.teachers.codec import Document, Format, read_chosen, read_hidden, read_rest, read_sampled, read_top_k
+from potstill.teachers.codec import Document, Format, read_chosen, read_rest, read_sampled, read_top_k, wrong_ids
 from potstill.teachers.manifest import IMPORTED
 from potstill.teachers.reading import dtype_name, pieces_of, tokenizer_fingerprint, weights_fingerprint
+from potstill.teachers.scored import read_hidden
 from potstill.teachers.shard import Shard, whole
 from potstill.teachers.signal import signal_of, uniforms
 from potstill.teachers.store import Cache, beside_differs
@@ -198,30 +199,47 @@ def _check_shard(cache: Cache, shard: Shard, report: Report) -> float:
             report.damage.append(str(error))
             continue
         rows = np.arange(int(document.predicted.sum()))
-        mass, largest = _mass_and_largest(document, rows)
-        if max(largest, int(document.tokens.max(initial=0))) >= form.vocabulary:
-            report.damage.append(f"{shard.name}: document {key} has an id beyond the vocabulary")
-        if form.rest and _entries_drawn(document, rows):
-            report.damage.append(f"{shard.name}: document {key} has draws from the rest that are not of the rest")
-        worst = max(worst, mass)
+        report.damage += [f"{shard.name}: document {key} has {what}" for what in _wrong(document, rows)]
+        worst = max(worst, _error_of_mass(document, rows))
     return worst
 
 
-def _mass_and_largest(document: Document, rows: npt.NDArray[np.int64]) -> tuple[float, int]:
+def _wrong(document: Document, rows: npt.NDArray[np.int64]) -> Iterator[str]:
+    """What no teacher says, whatever the checksums."""
+    form, chosen = document.form, [(document, rows)]
+    if int(document.tokens.max(initial=0)) >= form.vocabulary:
+        yield "an id beyond the vocabulary"
+    if document.predicted[:1].any():
+        yield "a prediction of its first token"
+    if form.kind == "top_k":
+        if what := wrong_ids(read_top_k(chosen, form.temperatures[0])[0], form.vocabulary):
+            yield what
+        if form.rest and int(read_rest(chosen)[0].max(initial=0)) >= form.vocabulary:
+            yield "an id beyond the vocabulary"
+        if form.rest and _entries_drawn(document, rows):
+            yield "draws from the rest that are not of the rest"
+    if form.kind == "sampled":
+        ids = document.streams["ids"].astype(np.int64)
+        row = np.nonzero(document.streams["first"])[0]
+        if int(ids.max(initial=0)) >= form.vocabulary:
+            yield "an id beyond the vocabulary"
+        if (np.diff(ids)[row[1:] == row[:-1]] <= 0).any():
+            yield "draws that are not in the order of their ids"
+    if form.kind == "hidden" and not read_hidden(chosen).isfinite().all():
+        yield "hidden states that are not finite"
+
+
+def _error_of_mass(document: Document, rows: npt.NDArray[np.int64]) -> float:
+    """The largest distance of a row's mass from 1."""
     form, chosen = document.form, [(document, rows)]
     if form.kind == "top_k":
-        error, largest = 0.0, 0
-        for temperature in form.temperatures:
-            ids, logprobs, tail = read_top_k(chosen, temperature)
-            error = max(error, float(np.abs(np.exp(logprobs).sum(-1) + np.exp(tail) - 1).max(initial=0.0)))
-            largest = int(ids.max(initial=0))
-        if form.rest:
-            largest = max(largest, int(read_rest(chosen)[0].max(initial=0)))
-        return error, largest
+        read = (read_top_k(chosen, temperature) for temperature in form.temperatures)
+        return max(
+            float(np.abs(np.exp(logprobs).sum(-1) + np.exp(tail) - 1).max(initial=0.0)) for _, logprobs, tail in read
+        )
     if form.kind == "sampled":
-        ids, shares, _ = read_sampled(chosen)
-        return float(np.abs(shares.sum(-1) - 1).max(initial=0.0)), int(ids.max(initial=0))
-    return 0.0, 0
+        return float(np.abs(read_sampled(chosen)[1].sum(-1) - 1).max(initial=0.0))
+    return 0.0
 
 
 def _entries_drawn(document: Document, rows: npt.NDArray[np.int64]) -> bool:
@@ -322,11 +340,9 @@ def _difference(
         )
         return share_that_differs(stored_draws, now["draws"], form.vocabulary), 1.0
     if form.kind == "hidden":
-        stored_states = torch.from_numpy(read_hidden(chosen).copy())
         live = torch.from_numpy(now["hidden"])
-        if form.dtype == "bfloat16":
-            stored_states, live = stored_states.view(torch.bfloat16), live.view(torch.bfloat16)
-        stored_states, live = stored_states.float(), live.float()
+        live = (live.view(torch.bfloat16) if form.dtype == "bfloat16" else live).float()
+        stored_states = read_hidden(chosen).float()
         largest = live.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
         return ((stored_states - live).abs().amax(-1) / largest).numpy(), 1.0
     difference = np.abs(read_chosen(chosen) - now["chosen"])
