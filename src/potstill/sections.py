@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+def _without_password(address: str) -> str:
+    """Messages name addresses, and a run's files and reports keep them: what is not in one need not be hidden anywhere."""
+    place = re.split(r"[/?#\\]", address.partition("://")[2] or address)[0]
+    if ":" in place.rpartition("@")[0]:
+        raise ValueError(
+            "an address holds no password, which a run's files would keep: write http://USER@HOST:PORT, and name the "
+            "environment variable that holds the password with remote.token"
+        )
+    return address
+
+
+ServerAddress = Annotated[str, AfterValidator(_without_password)]
 
 
 class Section(BaseModel):

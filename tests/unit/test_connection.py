@@ -8,23 +8,33 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from gzip import compress
 
 import pytest
 
-from potstill.config import RemoteConfig
+from potstill.config import EngineConfig, RemoteConfig, TeacherConfig
+from potstill.recipe import checked
 from potstill.teachers.asking import Asking
 from potstill.teachers.connection import Connection
 from potstill.types import PotstillError
 
+Parts = Callable[[], Iterable[bytes]]
+
 
 @contextmanager
-def saying(answer: bytes | None) -> Iterator[tuple[str, threading.Event]]:
-    """A server that gives this answer to all; None: it reads, and never answers."""
+def saying(answer: bytes | Parts | None, heard: list[bytes] | None = None) -> Iterator[tuple[str, threading.Event]]:
+    """A server that gives this answer to all, perhaps in parts; None: it reads, and never answers. `heard`: what it reads."""
     listening = socket.create_server(("127.0.0.1", 0))
     asked, kept = threading.Event(), []
+
+    def say(one: socket.socket, parts: Iterable[bytes]) -> None:
+        with suppress(OSError):  # the client has had enough
+            for part in parts:
+                one.sendall(part)
+        one.close()
 
     def work() -> None:
         while True:
@@ -33,11 +43,13 @@ def saying(answer: bytes | None) -> Iterator[tuple[str, threading.Event]]:
             except OSError:
                 return
             kept.append(one)
-            one.recv(65536)
+            found = one.recv(65536)
+            if heard is not None:
+                heard.append(found)
             asked.set()
             if answer is not None:
-                one.sendall(answer)
-                one.close()
+                parts = [answer] if isinstance(answer, bytes) else answer()
+                threading.Thread(target=say, args=(one, parts), daemon=True).start()
 
     threading.Thread(target=work, daemon=True).start()
     yield f"http://127.0.0.1:{listening.getsockname()[1]}", asked
@@ -105,7 +117,7 @@ def test_tokens_of_the_environment(monkeypatch: pytest.MonkeyPatch, value: str, 
     with saying(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}") as (address, _):
         if sent:
             made = connection(address, token="A_TOKEN")
-            assert made._client.headers["authorization"] == "Bearer secret"
+            assert made.headers["authorization"] == "Bearer secret"
             assert made.get("/version").content == b"{}"
             made.close()
             return
@@ -120,7 +132,7 @@ def test_a_request_that_cannot_be_sent_is_not_shown_nor_tried_again(monkeypatch:
     said: list[str] = []
     with saying(None) as (address, _):
         made = connection(address, said)
-        made._client.headers["authorization"] = "Bearer secret\n"
+        made.headers["authorization"] = "Bearer secret\n"
         with pytest.raises(PotstillError, match="cannot be sent") as error:
             made.get("/version")
         assert "secret" not in str(error.value) and error.value.__cause__ is None and said == []
@@ -132,7 +144,7 @@ def test_a_request_that_cannot_be_sent_is_not_shown_nor_tried_again(monkeypatch:
     [
         (b"307 Temporary Redirect\r\nlocation: https://elsewhere/x", None, r"elsewhere \(307\), to https://elsewhere/x"),
         (b"304 Not Modified", None, "sent elsewhere"),
-        (b"200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nrubb", None, "cannot be read"),
+        (b"200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nrubb", None, r"is compressed \(gzip\)"),
         (b"401 Unauthorized", None, r"no token was sent: name the environment variable .* teachers\[0\]\.remote\.token"),
         (b"401 Unauthorized", "A_TOKEN", r"A_TOKEN \(teachers\[0\]\.remote\.token\) is not the server's"),
     ],
@@ -145,3 +157,151 @@ def test_answers_that_end_a_run(monkeypatch: pytest.MonkeyPatch, answer: bytes, 
         with pytest.raises(PotstillError, match=words):
             made.post("/score", b"x")
         made.close()
+
+
+# Servers that would hold a run, or fill its memory
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+def dripping(before: bytes, letter: bytes, after: bytes) -> Iterator[bytes]:
+    yield before
+    never = threading.Event()
+    for _ in range(
+        400
+    ):  # eight seconds or more: it does end, so that a client without a deadline fails and does not hang
+        never.wait(0.02)
+        yield letter
+    yield after
+
+
+@pytest.mark.parametrize(
+    ("before", "letter", "after"),
+    [
+        (b"", b"", b""),
+        (OK + b"x-slow: ", b"x", b"\r\ncontent-length: 2\r\n\r\n{}"),
+        (OK + b"content-length: 400\r\n\r\n", b" ", b""),
+        (OK + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n", b"0\r\n\r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n", OK + b"content-length: 2\r\n\r\n{}"),
+    ],
+    ids=["nothing", "headers", "body", "chunks", "100-continue"],
+)
+def test_a_byte_now_and_then_does_not_hold_a_request(before: bytes, letter: bytes, after: bytes) -> None:
+    with saying(lambda: dripping(before, letter, after)) as (address, _):
+        made = connection(address, timeout=1.0, patience=0.0)
+        with pytest.raises(PotstillError, match=r"does not answer in time \(teachers\[0\]\.remote\.timeout\)"):
+            made.get("/version")
+        made.close()
+
+
+def endless() -> Iterator[bytes]:
+    yield OK + b"transfer-encoding: chunked\r\n\r\n"
+    while True:
+        yield b"10000\r\n" + bytes(2**16) + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (OK + b"content-length: 5000000000\r\n\r\n{}", "would be 5,000,000,000 bytes, and .* 4,194,304 at most"),
+        (endless, "does not end: what was asked for has 4,194,304 bytes at most"),
+        (
+            OK + b"content-encoding: gzip\r\n\r\n" + compress(bytes(2**22)),
+            r"is compressed \(gzip\), which it was asked not",
+        ),
+    ],
+    ids=["said", "endless", "compressed"],
+)
+def test_answers_are_no_larger_than_what_was_asked_for(answer: bytes | Parts, words: str) -> None:
+    heard: list[bytes] = []
+    with saying(answer, heard) as (address, _):
+        made = connection(address)
+        with pytest.raises(PotstillError, match=words):
+            made.get("/version")
+        made.close()
+    assert len(heard) == 1 and b"accept-encoding: identity\r\n" in heard[0].lower()  # it is not asked again
+
+
+def test_an_error_is_read_as_far_as_it_is_shown() -> None:
+    def parts() -> Iterator[bytes]:
+        yield b"HTTP/1.1 400 Bad Request\r\ntransfer-encoding: chunked\r\n\r\n"
+        while True:
+            yield b"10000\r\n" + b"no" * 2**15 + b"\r\n"
+
+    with saying(parts) as (address, _):
+        made = connection(address)
+        with pytest.raises(PotstillError, match=r"is refused \(400\): (no){250} …$"):
+            made.get("/version")
+        made.close()
+
+
+@pytest.mark.parametrize("code", [b"400 Bad Request", b"307 Elsewhere", b"500 Broken"])
+def test_nothing_of_a_servers_moves_the_cursor_or_shows_the_token(monkeypatch: pytest.MonkeyPatch, code: bytes) -> None:
+    monkeypatch.setenv("A_TOKEN", "open-sesame")
+    evil = "\x1b]0;owned\x07\x1b[2J\u202e\u200b\x9b31mBearer open-sesame\r\nsecond line"
+    body = evil.encode()
+    place = "http://x/\x1b[2Jopen-sesame".encode("latin-1") if code.startswith(b"307") else b"/"
+    head = b"HTTP/1.1 " + code + b"\r\nlocation: " + place + b"\r\ncontent-length: " + str(len(body)).encode()
+    said: list[str] = []
+    with saying(head + b"\r\n\r\n" + body) as (address, _):
+        made = connection(address, said, token="A_TOKEN", patience=0.4)
+        with pytest.raises(PotstillError) as error:
+            made.get("/version")
+        made.close()
+    for text in [str(error.value), *said]:
+        assert text.isprintable() and "open-sesame" not in text, text
+    if not code.startswith(b"307"):
+        assert "Bearer *** second line" in str(error.value)
+        assert bool(said) == code.startswith(b"500")
+
+
+# Addresses
+
+
+def test_a_password_in_an_address_is_refused_and_not_shown() -> None:
+    for section, keys in (
+        (TeacherConfig, {"server": "http://me:hunter2@host:8471"}),
+        (TeacherConfig, {"server": "me:hunter2@host"}),
+        (EngineConfig, {"kind": "vllm", "server": "https://me:hunter2@host/v1"}),
+    ):
+        with pytest.raises(PotstillError, match=r"server: an address holds no password.*remote\.token") as error:
+            checked(section, keys, "recipe.yaml")
+        assert "hunter2" not in str(error.value)
+    assert TeacherConfig(server="http://[::1]:80/a@b:c").server == "http://[::1]:80/a@b:c"  # there it is a path
+
+
+def test_a_users_password_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_TOKEN", "hunter2")
+    heard: list[bytes] = []
+    with saying(OK + b"content-length: 2\r\n\r\n{}", heard) as (address, _):
+        made = connection(address.replace("//", "//m%20e@"), token="A_TOKEN")
+        assert made.get("/version").json() == {}
+        made.close()
+    assert b"authorization: Basic bSBlOmh1bnRlcjI=\r\n" in heard[0]  # of "m e:hunter2"
+    assert f"host: {address.removeprefix('http://')}\r\n".encode() in heard[0]
+
+
+# The start
+
+
+def test_a_server_that_was_never_there_is_not_waited_for() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        made = connection(f"http://127.0.0.1:{free.getsockname()[1]}", said := [], patience=600.0, start_patience=0.5)
+        words = r"cannot be reached .*; given up after \d s \(teachers\[0\]\.remote\.start_patience\); is it running, and is"
+        with pytest.raises(PotstillError, match=words):
+            made.get("/version")
+        made.close()
+    assert ["for up to 0.5 s" in line for line in said] == [True]
+
+
+def test_a_server_that_was_there_is_waited_for() -> None:
+    with saying(OK + b"content-length: 2\r\nconnection: close\r\n\r\n{}") as (address, _):
+        made = connection(address, said := [], patience=1.0, start_patience=0.0)
+        made.get("/version")
+    with pytest.raises(
+        PotstillError, match=r"cannot be reached .*given up after \d s \(teachers\[0\]\.remote\.patience\)$"
+    ):
+        made.get("/version")
+    made.close()
+    assert ["for up to 1 s" in line for line in said] == [True] and made.failures >= 1

@@ -3,6 +3,9 @@ refused with what they did. The servers are real HTTP servers over a real model,
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import potstill
 from potstill.config import DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
 from potstill.losses import TopKTarget
 from potstill.models import LanguageModel, load_student, load_teacher
+from potstill.shipped import locate
 from potstill.teachers import connection
 from potstill.teachers.build import build
 from potstill.teachers.inspect import verify
@@ -233,6 +237,18 @@ def test_no_server_of_any_kind_that_is_known(student, data):
         ),
         (lambda body, h: (body.replace(b'"logprob":-', b'"logprob":'), h), "above 0|wrong"),
         (lambda body, h: (b'{"choices": []}', h), "not understood"),
+        (
+            lambda body, h: (body.replace(b'"logprob":-', b'"logprob":9' + b"0" * 400 + b',"x":'), h),
+            "not understood|wrong",
+        ),
+        (
+            lambda body, h: (body.replace(b'"logprob":', b'"logprob":[],"x":'), h),
+            "no entry for the token|not understood",
+        ),
+        (lambda body, h: (re.sub(rb'"(\d+)":\{', rb'"\g<1>' + b"7" * 30 + b'":{', body), h), "no entry|not understood"),
+        (lambda body, h: (b"[" * 100_000, h), "not understood"),
+        (lambda body, h: (b'{"choices": [[1]]}', h), "ignores"),
+        (lambda body, h: (body + b" " * 2**24, h), "its answer to POST /v1/completions would be"),
         (lambda body, h: (b"<html>", h), "not understood"),
     ],
 )
@@ -308,3 +324,27 @@ def test_a_run_from_such_a_server(teacher, data, tmp_path):
             "log": {"tensorboard": False},
         }
         assert potstill.train(recipe).step == 3
+
+
+@pytest.mark.parametrize("named", ["nobody", "tokenizer", "name_on_server"])
+def test_a_server_does_not_choose_whose_code_runs(teacher, student, data, tmp_path, named):
+    """A folder with a tokenizer of its own code, which leaves a mark: it is run only where the recipe names the folder."""
+    folder, mark = tmp_path / "tokenizer", tmp_path / "mark"
+    shutil.copytree(locate(TOKENIZER), folder)
+    (folder / "own.py").write_text(
+        "from pathlib import Path\nfrom transformers import PreTrainedTokenizerFast\n"
+        f"Path({str(mark)!r}).touch()\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    about = json.loads((folder / "tokenizer_config.json").read_text())
+    about |= {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}, "tokenizer_class": "Own"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    keys = {"tokenizer": None, "trust_remote_code": True} | ({} if named == "nobody" else {named: str(folder)})
+    with Threaded(Completions(teacher, str(folder)).application) as server:
+        if named == "nobody":
+            with pytest.raises(
+                PotstillError, match=r"teachers\[0\]\.tokenizer .*code from the hub is run only for a name"
+            ):
+                opened(server, student, data, **keys)
+        else:
+            opened(server, student, data, **keys).close()
+    assert mark.exists() == (named != "nobody")

@@ -500,6 +500,41 @@ def test_a_lying_server_is_found_out(honest, student, data, lie):
         found.close()
 
 
+def headed(about: dict[str, str] | None = None, **tensors: Any) -> Any:
+    """A head of which something is changed; None: taken away."""
+
+    def change(body: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:
+        found = {**safetensors.torch.load(body), **tensors}
+        found = {name: tensor for name, tensor in found.items() if tensor is not None}
+        return safetensors.torch.save(found, about), headers
+
+    return change
+
+
+RIGHT = torch.zeros(2048, 32)
+HEADS = [
+    (lambda body, h: (b"no", h), "its head is wrong: it is no safetensors body"),
+    (lambda body, h: (body + bytes(2**21), h), "its answer to GET /head would be"),
+    (lambda body, h: (b"\xff" * 8 + body, h), "no safetensors body"),
+    (headed(weight=None), "its head is wrong: it has nothing where weight, and perhaps bias, were expected"),
+    (headed(extra=torch.zeros(3)), "it has extra, weight where"),
+    (headed(weight=torch.zeros(4, 4)), r"weight is \[4, 4\] where \[2048, 32\]"),
+    (headed(weight=torch.zeros(2048, 31)), r"weight is \[2048, 31\] where"),
+    (headed(weight=torch.zeros(2048)), r"weight is \[2048\] where"),
+    (headed(weight=torch.tensor(1.0)), r"weight is \[\] where"),
+    (headed(weight=RIGHT.to(torch.int32)), "weight is torch.int32"),
+    (headed(weight=RIGHT.bool()), "weight is torch.bool"),
+    (headed(weight=RIGHT / 0), "not finite"),
+    (headed(bias=torch.full([2048], torch.nan)), "not finite"),
+    (headed(bias=torch.zeros(7)), r"bias is \[7\] where \[2048\]"),
+    (headed({"softcap": "-1"}), "softcap is -1.0"),
+    (headed({"softcap": "nan"}), "softcap is nan"),
+    (headed({"logit_scale": "0"}), "logit_scale is 0.0"),
+    (headed({"logit_scale": "(" * 9000}), "could not convert"),
+    (headed({"softcap": "\x1b[2J"}), "could not convert"),
+]
+
+
 @pytest.mark.parametrize(
     ("path", "change", "words"),
     [
@@ -507,18 +542,28 @@ def test_a_lying_server_is_found_out(honest, student, data, lie):
         ("/version", lambda body, h: (body.replace(b'"width":32', b'"width":"wide"'), h), "not understood"),
         ("/version", lambda body, h: (re.sub(rb'"tokenizer":"\w+"', b'"tokenizer":"x"', body), h), "not the one that its"),
         ("/tokenizer", lambda body, h: (b"[]", h), "no JSON object"),
-        ("/tokenizer", lambda body, h: (b"{}", h), "cannot load the tokenizer"),
-        ("/head", lambda body, h: (safetensors.numpy.save({"weight": np.zeros((4, 4), np.float32)}), h), "its head is"),
-        ("/head", lambda body, h: (b"no", h), "head"),
+        ("/version", lambda body, h: (body.replace(b'"width":32', b'"width":true'), h), "width is 'True'"),
+        ("/version", lambda body, h: (body.replace(b'"width":32', b'"width":1e400'), h), "width is 'inf'"),
+        ("/version", lambda body, h: (body.replace(b'"name":"tiny"', b'"name":["tiny"]'), h), "name is"),
+        ("/version", lambda body, h: (body.replace(b'"vocabulary":2048', b'"vocabulary":-1'), h), "vocabulary is '-1'"),
+        ("/version", lambda body, h: (body + b" " * 2**22, h), "its answer to GET /version would be 4,"),
+        ("/tokenizer", lambda body, h: (b"{}", h), r"its tokenizer cannot be read \(what /tokenizer gives: cannot load the"),
+        ("/tokenizer", lambda body, h: (b'{"tokenizer.json": "{}"}', h), "its tokenizer cannot be read"),
+        ("/tokenizer", lambda body, h: (b'{"a":' * 100_000, h), "its answer is no JSON"),
+        ("/tokenizer", lambda body, h: (body[:-1] + b', "chat_templates": "[[[["}', h), "its tokenizer cannot be read"),
+        *(("/head", *lie) for lie in HEADS),
     ],
 )  # fmt: skip
 def test_a_server_that_is_not_what_it_says(honest, student, data, path, change, words):
     with Threaded(Altered(honest, path, change)) as server:
         config = TeacherConfig.model_validate({"server": server.address, "remote": {"kind": "hidden"}})
-        with pytest.raises(PotstillError, match=words):
+        with pytest.raises(PotstillError, match=words) as error:
             (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
             batch = batches_of(data, student)[0]
             found.targets(batch, found.prepare(batch))
+        assert str(error.value).isprintable() and str(error.value).startswith(
+            f"teachers[0]: the server at {server.address}"
+        )
 
 
 def test_hidden_states_that_are_not_finite(honest, student, data):
@@ -628,7 +673,8 @@ def test_patience_ends(honest, student, data):
         config = TeacherConfig.model_validate({"server": server.address, "remote": remote})
         (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
         with pytest.raises(
-            PotstillError, match=r"it fails \(500\): out of luck; given up after \d s \(remote.patience\)"
+            PotstillError,
+            match=r"it fails \(500\): out of luck; given up after \d s \(teachers\[0\]\.remote\.patience\)",
         ):
             found.prepare(batches_of(data, student)[0])
         found.close()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from potstill.sections import Positive, Section
+from potstill.sections import Positive, Section, ServerAddress
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -98,10 +98,16 @@ class RemoteConfig(Section):
     k: Positive = Field(64, description="top_k, student_top_k: how many tokens")
     concurrency: Positive = Field(8, description="requests under way at once")
     timeout: Annotated[float, Field(gt=0)] = Field(
-        120.0, description="seconds after which a request is given up and sent again"
+        120.0,
+        description="seconds after which a request is given up and sent again; one more for each 128 KB that it moves",
     )
     patience: Annotated[float, Field(ge=0)] = Field(
         600.0, description="seconds to wait for a server that is away or fails (5xx) before the run stops"
+    )
+    start_patience: Annotated[float, Field(ge=0)] = Field(
+        10.0,
+        description="seconds to wait for a server that cannot be reached at the start; one that has answered once is "
+        "waited for by `patience`",
     )
     token: str | None = Field(None, description="name of the environment variable with the bearer token")
 
@@ -117,7 +123,7 @@ class TeacherConfig(Section):
         description="folder that `potstill cache build` made: the teacher is never loaded; beside `model` or `server`: what it "
         "lacks is computed and added",
     )
-    server: str | None = Field(
+    server: ServerAddress | None = Field(
         None,
         description="address of `potstill serve`, or of an OpenAI-compatible server that gives prompt log-probabilities (vLLM)",
     )

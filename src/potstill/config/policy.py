@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from potstill.sections import Positive, Section
+from potstill.sections import Positive, Section, ServerAddress
 
 SMALLEST_SHARE = 1e-9  # what shares may miss one by, for rounding
 
@@ -35,7 +35,7 @@ class EngineConfig(Section):
     kind: Literal["transformers", "vllm"] = Field(
         "transformers", description="transformers: in this process; vllm: in this process too, or behind `server`"
     )
-    server: str | None = Field(
+    server: ServerAddress | None = Field(
         None, description="vllm: address of a running `vllm serve`, which takes new weights from `folder`"
     )
     folder: str | None = Field(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from potstill.config import SamplingConfig
 from potstill.rollouts.engine import Ask, Written
-from potstill.rollouts.vllm_requests import check_sampling, request, written
+from potstill.rollouts.vllm_requests import check_sampling, read_text, request, written
 from potstill.teachers.openai import OpenAIServer
 from potstill.teachers.remote import RemoteOrigin
 from potstill.types import PotstillError
@@ -37,11 +37,10 @@ class RemoteWriter:
         keys = {**request(self._sampling, self._stop_ids, ask.seed), "return_token_ids": True}
         keys["ignore_eos"] = False  # its model may have eos ids that its tokenizer does not name
         choice = self._server.go_on(ask.ids.tolist(), keys)
-        ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-        if ids is None or logprobs is None or len(ids) != len(logprobs):
-            raise self._server.connection.error(
-                "it gives no token ids with what it writes: is it a vLLM of 0.10.2 or later?"
-            )
+        try:
+            ids, logprobs = read_text(choice, self._sampling, None)
+        except ValueError as error:
+            raise self._server.connection.error(str(error)) from error
         text = written(ids, logprobs, choice.get("finish_reason"), self._sampling, self._stop_ids)
         own_eos = text.end == "stop" and choice.get("stop_reason") is None  # else: which stop id or text it was
         return replace(text, end="eos") if own_eos else text

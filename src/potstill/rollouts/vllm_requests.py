@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from potstill.config.policy import SamplingConfig
 from potstill.rollouts.engine import Ask, Written
+from potstill.teachers.wire import SLACK
 from potstill.types import PotstillError
 
 LEAST_TEMPERATURE = 0.01  # vLLM takes this for anything between it and 0 …
@@ -56,6 +58,25 @@ def request(sampling: SamplingConfig, stop_ids: Sequence[int], seed: int) -> dic
         "seed": int(seed) & (2**63 - 1),  # what HTTP takes, and never −1, which would be none
         "logprobs": 0,  # of the token itself only
     }
+
+
+def read_text(choice: Any, sampling: SamplingConfig, vocabulary: int | None) -> tuple[list[int], list[float]]:
+    """Ids and log-probabilities of what a server wrote. `vocabulary`: so many ids there are, where that is known. ValueError:
+    what is wrong with them."""
+    listed = choice.get("logprobs") if isinstance(choice, dict) else None
+    ids, logprobs = (
+        (choice.get("token_ids"), listed.get("token_logprobs")) if isinstance(listed, dict) else (None, None)
+    )
+    if not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs):
+        raise ValueError("it gives no token ids with what it writes: is it a vLLM of 0.10.2 or later?")
+    if len(ids) > sampling.max_new_tokens:
+        raise ValueError(f"it wrote {len(ids)} tokens where {sampling.max_new_tokens} were asked for at most")
+    most = 2**31 if vocabulary is None else vocabulary
+    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < most]:
+        raise ValueError(f"it wrote {str(wrong[0])[:40]!r}, which is none of the ids")
+    if wrong := [x for x in logprobs if type(x) not in (int, float) or not -math.inf < x <= SLACK]:
+        raise ValueError(f"it gives {str(wrong[0])[:40]!r} as a log-probability of what it wrote")
+    return ids, logprobs
 
 
 def written(

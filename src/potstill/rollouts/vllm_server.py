@@ -16,9 +16,10 @@ from potstill.config import PolicyConfig, RemoteConfig, SamplingConfig
 from potstill.models import LanguageModel
 from potstill.rollouts.engine import Ask, Written
 from potstill.rollouts.sync_check import TOLERANCE, SyncCheck
-from potstill.rollouts.vllm_requests import check_lengths, request, written
+from potstill.rollouts.vllm_requests import check_lengths, read_text, request, written
 from potstill.rollouts.vllm_weights import save_weights
-from potstill.teachers.connection import Connection
+from potstill.teachers.connection import SMALL, Connection
+from potstill.teachers.openai import ENTRY
 
 AT_ONCE = 128  # requests under way; the server batches them
 PATIENCE = 120.0  # seconds for a server that does not answer, which may be starting
@@ -48,7 +49,7 @@ class Server:
         self.version: int = version
         # Two runs may be given the same folder: each has one of its own there.
         self.folder, self.patience = folder.resolve() / f"{WEIGHTS}{RUN}", patience
-        asking = RemoteConfig(concurrency=AT_ONCE, timeout=ANSWER, patience=patience)
+        asking = RemoteConfig(concurrency=AT_ONCE, timeout=ANSWER, patience=patience, start_patience=patience)
         self._connection = Connection(policy.engine.server.rstrip("/").removesuffix("/v1"), asking, "policy.engine")
         try:
             self._model, dtype = self._look()
@@ -93,7 +94,7 @@ class Server:
 
     def _compare_vocabularies(self) -> None:
         """Before any weights are sent: a server is left half loaded by weights that do not fit."""
-        ids = self.student.model.get_input_embeddings().num_embeddings
+        ids = self._ids = int(self.student.model.get_input_embeddings().num_embeddings)
         for token, known in ((ids - 1, True), (ids, False)):
             body = {"model": self._model, "prompt": [token], "max_tokens": 1}
             if (self._connection.send("POST", "/v1/completions", body, absent=(400,)) is not None) != known:
@@ -119,11 +120,14 @@ class Server:
 
         def one(ask: Ask) -> Written:
             body = {"model": self._model, "prompt": ask.ids.tolist(), "return_token_ids": True}
-            answer = self._ask("POST", "/v1/completions", body | request(sampling, stop_ids, ask.seed))["choices"][0]
-            if answer.get("token_ids") is None:
-                raise self._connection.error("it gives no token ids back: is it a vLLM of 0.10.2 or later?")
-            logprobs = answer["logprobs"]["token_logprobs"]
-            return written(answer["token_ids"], logprobs, answer["finish_reason"], sampling, stop_ids)
+            most = SMALL + ENTRY * (len(ask.ids) + sampling.max_new_tokens)
+            found = self._ask("POST", "/v1/completions", body | request(sampling, stop_ids, ask.seed), most)
+            try:
+                choice = found["choices"][0]
+                ids, logprobs = read_text(choice, sampling, self._ids)
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                raise self._connection.error(f"its answer to /v1/completions is not understood ({error})") from error
+            return written(ids, logprobs, choice.get("finish_reason"), sampling, stop_ids)
 
         with ThreadPoolExecutor(min(AT_ONCE, len(asked)), "vllm") as pool:
             futures = [pool.submit(one, ask) for ask in asked]
@@ -153,10 +157,10 @@ class Server:
             if older != path:
                 shutil.rmtree(older, ignore_errors=True)
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, most: int = SMALL) -> dict[str, Any]:
         """The answer's JSON."""
         absent = () if path.startswith("/v1") else (404,)
-        answer = self._connection.send(method, path, body, absent, REFUSALS)
+        answer = self._connection.send(method, path, body, absent, REFUSALS, most)
         if answer is None:
             raise self._connection.error(
                 f"it has no {path.partition('?')[0]}, which takes new weights: start `vllm serve` with "

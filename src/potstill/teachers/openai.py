@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from potstill.config import StoreConfig, TeacherConfig
 from potstill.models import load_tokenizer
 from potstill.teachers.codec import Format, Signal
-from potstill.teachers.connection import Connection, Refused
+from potstill.teachers.connection import SMALL, Connection, Refused
 from potstill.teachers.likeliest import LEAST_REST, ids_of_text, top_k_signal
 from potstill.teachers.origin import CLOSE, Identity, format_for
 from potstill.teachers.reading import template_fingerprint, tokenizer_fingerprint
@@ -34,6 +35,7 @@ COMPARED = 5  # likeliest tokens of each
 UNSEEN_SECONDS = 30.0  # in which no server ends and begins again
 # A model's generation_config may set any of these, and --logprobs-mode processed_logprobs tells what they leave
 NO_DEFAULTS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+ENTRY = 512  # bytes at most, of one token and its log-probability in an answer
 ABSENT = (400, 404, 405, 422, 501)
 
 
@@ -62,7 +64,9 @@ class OpenAIServer:
         self.tokenizer = self._tokenizer(config, about, where)
         self.vocabulary = len(self.tokenizer)
         longest = about.get("max_model_len")
-        self.positions = longest - 1 if isinstance(longest, int) else None  # one token is always written too
+        self.positions = (
+            longest - 1 if type(longest) is int and longest > 1 else None
+        )  # one token is always written too
         self.identity = Identity(
             self._name,
             None,
@@ -107,14 +111,23 @@ class OpenAIServer:
 
     def _tokenizer(self, config: TeacherConfig, about: Mapping[str, Any], where: str) -> Any:
         names = [config.tokenizer] if config.tokenizer else [about.get("root"), self._name]
-        problem: PotstillError | None = None
+        # Whoever runs the server chooses the other names, and must not choose whose code runs here.
+        trusted = {config.tokenizer, config.name_on_server} if config.trust_remote_code else set()
+        problem: Exception | None = None
         for name in dict.fromkeys(name for name in names if isinstance(name, str)):
             try:
-                return load_tokenizer(name, where, None, config.trust_remote_code)
+                return load_tokenizer(name, where, None, name in trusted)
             except PotstillError as error:
                 problem = error
-        raise PotstillError(
-            f"{problem}; the server at {self.connection.address} does not hand its tokenizer out: name it with {where}"
+            except Exception as error:  # of a name that the server gave: libraries raise anything over it
+                if name in (config.tokenizer, config.name_on_server):
+                    raise
+                problem = error
+        raise self.connection.error(
+            f"it does not hand its tokenizer out: name it with {where} ({problem}); code from the hub is run only for a name "
+            "that the recipe gives"
+            if config.trust_remote_code
+            else f"it does not hand its tokenizer out: name it with {where} ({problem})"
         )
 
     def _check_tokenizer(self) -> None:
@@ -159,14 +172,25 @@ class OpenAIServer:
 
     def _document(self, form: Format, example: Example) -> Signal:
         ids, places = example.ids.tolist(), np.flatnonzero(example.supervised).tolist()
-        signal = self._chosen(ids, places) if form.kind == "chosen" else None
-        while signal is None:
-            signal = self._top_k(form, ids, places)
+        with self.understood():
+            signal = self._chosen(ids, places) if form.kind == "chosen" else None
+            while signal is None:
+                signal = self._top_k(form, ids, places)
         try:
             check_signal(signal, form, example.supervised_tokens)
         except ValueError as error:
             raise self.connection.error(f"its answer is wrong: {error}; no step was taken with it") from error
         return signal
+
+    @contextmanager
+    def understood(self) -> Iterator[None]:
+        """What a server sends as numbers and lists may be anything."""
+        try:
+            yield
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
+            raise self.connection.error(
+                f"its answer is not understood ({error!r}); no step was taken with it"
+            ) from error
 
     def _chosen(self, ids: list[int], places: Sequence[int]) -> Signal:
         rows = self._prompt_rows(ids, 1)
@@ -286,11 +310,12 @@ class OpenAIServer:
 
     def go_on(self, ids: list[int], keys: Mapping[str, Any]) -> dict[str, Any]:
         """Its choice of what follows these ids; one token, unless `keys` say otherwise."""
-        body = {"model": self._name, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "seed": 0}
+        body: dict[str, Any] = {"model": self._name, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "seed": 0}
         body |= {"top_p": 1.0, "return_tokens_as_token_ids": True, **({} if self._echo else NO_DEFAULTS), **keys}
-        response = self.connection.post("/v1/completions", body)
+        listed = max(int(keys.get(name) or 0) for name in ("prompt_logprobs", "logprobs")) + 2
+        most = SMALL + ENTRY * listed * (len(ids) + body["max_tokens"])
         try:
-            choice = response.json()["choices"][0]
+            choice = self.connection.post("/v1/completions", body, most).json()["choices"][0]
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise self.connection.error(f"its answer to /v1/completions is not understood ({error!r})") from error
         return choice if isinstance(choice, dict) else {}
@@ -306,9 +331,10 @@ class OpenAIServer:
     def _probed(self) -> list[Row]:
         """The probe's rows, when they are what the server says of the beginnings of the text; else an error."""
         ids = self._probe_ids
-        rows = self._first_rows(ids)
         places = [len(ids) * (i + 1) // (PREFIXES + 1) for i in range(PREFIXES)]
-        expected = {place: self._going_on(ids[:place]) for place in places}
+        with self.understood():
+            rows = self._first_rows(ids)
+            expected = {place: self._going_on(ids[:place]) for place in places}
         if self._distance(rows, expected, 0) <= CLOSE:
             return rows
         for shift, words in ((-1, "the one after it"), (1, "the one before it")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from potstill.config import StoreConfig
 from potstill.data import collate
@@ -21,6 +22,7 @@ from potstill.teachers.signal import signal_of, uniforms
 from potstill.types import Batch, DenseTarget, Example, PotstillError
 
 CLOSE = 0.1  # nats, on average: two ways to compute one distribution in few bits differ by less, two positions by more
+HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def format_for(store: StoreConfig, vocabulary: int, width: int, dtype: str) -> F
 
 
 def save_head(head: DenseTarget, path: Path) -> None:
-    """A head without hidden states as a file, which `shelf.load_head` reads."""
+    """A head without hidden states as a file; `read_head` has it again."""
     assert head.weight is not None
     tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
     if any(tensor.isnan().any() for tensor in tensors.values()):
@@ -178,3 +180,33 @@ def save_head(head: DenseTarget, path: Path) -> None:
     metadata = {key: repr(value) for key, value in numbers.items() if value is not None}
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     safetensors.torch.save_file(tensors, path, metadata)
+
+
+def read_head(
+    tensors: Mapping[str, Tensor], about: Mapping[str, str], rows: int | None, width: int | None = None
+) -> DenseTarget:
+    """What `save_head` wrote, over so many ids (None: all), of hidden states of that width. ValueError: what is wrong."""
+    weight, bias = tensors.get("weight"), tensors.get("bias")
+    if weight is None or not set(tensors) <= {"weight", "bias"}:
+        raise ValueError(
+            f"it has {', '.join(sorted(tensors)) or 'nothing'} where weight, and perhaps bias, were expected"
+        )
+    for name, tensor in tensors.items():
+        if tensor.dtype not in HEAD_DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}")
+    found = list(weight.shape)
+    rows = found[0] if rows is None and found else rows
+    if len(found) != 2 or found[0] < (rows or 0) or (width is not None and found[1] != width):
+        raise ValueError(f"weight is {found} where {[rows, 'any' if width is None else width]} was expected")
+    if bias is not None and list(bias.shape) != found[:1]:
+        raise ValueError(f"bias is {list(bias.shape)} where {found[:1]} was expected")
+    if not weight.isfinite().all() or (bias is not None and bias.isnan().any()):
+        raise ValueError("there are numbers in it that are not finite")
+    numbers = {name: float(about[name]) for name in ("softcap", "logit_scale") if name in about}
+    for name, value in numbers.items():
+        if not 0 < value < np.inf:
+            raise ValueError(f"{name} is {value}")
+    softcap, scale = numbers.get("softcap"), numbers.get("logit_scale", 1.0)
+    return DenseTarget(
+        weight=weight[:rows], bias=None if bias is None else bias[:rows], softcap=softcap, logit_scale=scale
+    )

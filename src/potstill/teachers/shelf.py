@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import safetensors
 import torch
-from torch import Tensor
 
 from potstill.config import DataConfig
 from potstill.data import Piece
@@ -22,12 +19,11 @@ from potstill.teachers.build import BATCH_TOKENS, Scribe
 from potstill.teachers.codec import Document, Format, blank, from_bytes
 from potstill.teachers.inspect import coverage
 from potstill.teachers.manifest import HEAD, tokenizer_of
+from potstill.teachers.origin import read_head
 from potstill.teachers.reading import piece_of
 from potstill.teachers.scored import Documents
 from potstill.teachers.store import Cache
 from potstill.types import Batch, DenseTarget, Example, PotstillError
-
-HEAD_NUMBERS = ("softcap", "logit_scale")  # as `origin.save_head` writes them
 
 
 class Shelved(Protocol):
@@ -190,24 +186,12 @@ class Shelf:
 
 
 def load_head(folder: Path, width: int | None = None) -> DenseTarget:
+    path = folder / HEAD
     try:
-        with safetensors.safe_open(folder / HEAD, "pt") as file:
-            numbers = {key: float(value) for key, value in (file.metadata() or {}).items() if key in HEAD_NUMBERS}
-            bias: Tensor | None = file.get_tensor("bias") if "bias" in file.keys() else None  # noqa: SIM118
-            weight = file.get_tensor("weight")
-        if (
-            not all(0 < number < math.inf for number in numbers.values())
-            or weight.dim() != 2
-            or len(weight) < (width or 0)
-        ):
-            raise ValueError(f"a weight of {list(weight.shape)}, and {numbers}")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"a bias of {list(bias.shape)} beside a weight of {list(weight.shape)}")
+        with safetensors.safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return read_head(tensors, file.metadata() or {}, width)
     except (OSError, safetensors.SafetensorError, ValueError) as error:
         raise PotstillError(
-            f"cannot read {folder / HEAD} ({error}): run `potstill cache build` again, which writes it anew"
+            f"cannot read {path} ({error}): run `potstill cache build` again, which writes it anew"
         ) from error
-    head = DenseTarget(
-        weight=weight[:width], bias=None if bias is None else bias[:width], softcap=numbers.get("softcap")
-    )
-    return replace(head, logit_scale=numbers.get("logit_scale", head.logit_scale))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ def read_question(body: bytes) -> Question:
 
 
 def _question(body: bytes) -> Question:
-    arrays, about = _read(body)
+    arrays, about = read_body(body)
     try:
         form = _form(json.loads(about["format"]))
         keys = json.loads(about["keys"])
@@ -151,7 +151,7 @@ def write_answer(signal: Signal) -> bytes:
 
 def read_answer(body: bytes, form: Format, rows: int) -> dict[str, npt.NDArray[Any]]:
     """ValueError: what is wrong with it."""
-    signal, _ = _read(body)
+    signal, _ = read_body(body)
     check_signal(signal, form, rows)
     return signal
 
@@ -211,12 +211,14 @@ def _check_mass(kept: npt.NDArray[np.float64], rest: npt.NDArray[np.float64]) ->
     raise ValueError(f"the probabilities of a token and of the rest sum to {worst:.4f}")
 
 
-def _read(body: bytes) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
-    """The arrays of a body, and its metadata."""
+def read_body(
+    body: bytes, load: Callable[[bytes], dict[str, Any]] = safetensors.numpy.load
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The arrays of a body, and its metadata. ValueError: what is wrong with it."""
     try:
-        arrays = safetensors.numpy.load(body)
+        arrays = load(body)
         length = int.from_bytes(body[:8], "little")
         about = json.loads(body[8 : 8 + length]).get("__metadata__", {})
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"it is no safetensors body ({error})") from error
     return arrays, about
