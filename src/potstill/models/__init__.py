@@ -1,14 +1,14 @@
 """Causal language models: hidden states and a head, loaded, probed, and with tokenizers that were checked."""
 
-from potstill.models.language_model import LanguageModel, hidden_states
+from potstill.models.language_model import LanguageModel, backbone, hidden_states
 from potstill.models.libraries import quiet
 from potstill.models.loading import check_fit, keep_layers, load_student, load_teacher
-from potstill.models.tokenizer import check_rows, difference, load_tokenizer, same_tokenizer, shared_ids
+from potstill.models.tokenizer import difference, load_tokenizer, same_tokenizer, shared_ids
 
 __all__ = [
     "LanguageModel",
+    "backbone",
     "check_fit",
-    "check_rows",
     "difference",
     "hidden_states",
     "keep_layers",

@@ -5,15 +5,15 @@ B rows, L positions, N loss rows, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from potstill.types import Batch, DenseTarget
+from potstill.types import Batch, DenseTarget, PotstillError
 
 
 @dataclass
@@ -24,15 +24,25 @@ class LanguageModel:
     tokenizer: PreTrainedTokenizerFast
     head: Mapping[str, Any]  # softcap and logit_scale
     masks: str  # "blocks": takes our block-diagonal masks; "own": makes its own, so one document a row only
+    rows: int | None = None  # of its head, that it gives logits for; None: all
+    notes: Sequence[str] = ()  # what its user should know
 
     def hidden(self, batch: Batch, positions: Tensor) -> Tensor:
         """Last hidden states [N, H] at flat positions of the batch."""
-        return hidden_states(self.model, batch, self.masks).flatten(0, 1).index_select(0, positions)
+        self._check_ids(batch)
+        limit, lengths = self.short_positions, [len(example.ids) for example in batch.examples]
+        if limit is None or batch.packed or len({length > limit for length in lengths}) < 2:
+            states = hidden_states(self.model, batch, self.masks)
+        else:
+            states = self._short_and_long(batch, lengths, limit)
+        return states.flatten(0, 1).index_select(0, positions)
 
     def at_rows(self, hidden: Tensor, width: int | None = None) -> DenseTarget:
         """Hidden states [N, H] with this model's head, narrowed to the first `width` ids."""
         module = self.model.get_output_embeddings()
         bias = module.bias if isinstance(module, nn.Linear) else None
+        if self.rows is not None:
+            width = self.rows if width is None else min(width, self.rows)
         return DenseTarget(
             hidden=hidden, weight=module.weight[:width], bias=None if bias is None else bias[:width], **self.head
         )
@@ -43,6 +53,57 @@ class LanguageModel:
         config = self.model.config.get_text_config()
         return config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
 
+    @property
+    def short_positions(self) -> int | None:
+        """The longest text before rotary factors for long ones take over, for all rows of a batch (Phi-3's longrope)."""
+        config = self.model.config.get_text_config()
+        rope = (config.rope_parameters or {}) if hasattr(config, "rope_parameters") else {}
+        kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+        switches = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+        return min(switches, default=None)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many ids it can read and write: those of its tokenizer, but for some at the end that it has no embeddings for."""
+        tables = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        return min(len(self.tokenizer), self.rows or len(self.tokenizer), *(table.weight.shape[0] for table in tables))
+
+    def _short_and_long(self, batch: Batch, lengths: Sequence[int], limit: int) -> Tensor:
+        """Hidden states of a batch with one document a row, the short ones and the long ones apart."""
+        short = [i for i, length in enumerate(lengths) if length <= limit]
+        long = [i for i, length in enumerate(lengths) if length > limit]
+        width = batch.input_ids.shape[1]
+        states = []
+        for rows in (short, long):
+            cut = (rows, slice(max(lengths[i] for i in rows)))
+            names = ("input_ids", "position_ids", "document")
+            part = replace(batch, **{name: getattr(batch, name)[cut] for name in names})
+            found = hidden_states(self.model, part, self.masks)
+            states.append(nn.functional.pad(found, (0, 0, 0, width - found.shape[1])))
+        back = torch.tensor([*short, *long], device=batch.input_ids.device).argsort()
+        return torch.cat(states).index_select(0, back)
+
+    def _check_ids(self, batch: Batch) -> None:
+        """On the host: a device would stop, or say nothing."""
+        if self.vocabulary == len(self.tokenizer):
+            return
+        for example in batch.examples:
+            largest = int(example.ids.max())
+            if largest >= self.vocabulary:
+                raise PotstillError(
+                    f"{example.source or 'a text'} holds {self.tokenizer.convert_ids_to_tokens(largest)!r} (id {largest}), for "
+                    f"which {self.model.config.model_type} model {self.model.config._name_or_path} has no embedding: take it "
+                    "out of the text"
+                )
+
+
+def backbone(model: PreTrainedModel) -> nn.Module:
+    """The part whose last hidden states the head reads; of a model that also sees or hears, its language model, which is
+    called by itself: the whole keeps what it computed of images from one call to the next."""
+    nested = model.config.get_text_config() is not model.config
+    part = model.get_decoder() if nested else model.base_model
+    return part.model if part.get_output_embeddings() is not None else part  # Llama 4 has a model with a head in there
+
 
 def hidden_states(model: PreTrainedModel, batch: Batch, masks: str) -> Tensor:
     """Last hidden states [B, L, H]; the head is not applied."""
@@ -52,7 +113,8 @@ def hidden_states(model: PreTrainedModel, batch: Batch, masks: str) -> Tensor:
         inputs["attention_mask"] = block_masks(
             model.config.get_text_config(), batch.document, next(model.parameters()).dtype
         )
-    return model.base_model(**inputs, use_cache=False).last_hidden_state
+    states: Tensor = backbone(model)(**inputs, use_cache=False).last_hidden_state
+    return states
 
 
 def block_masks(config: Any, document_BL: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
-from potstill.models.language_model import LanguageModel
+from potstill.models.language_model import LanguageModel, backbone
 from potstill.models.libraries import cannot_load, quiet, reason
 from potstill.models.probe import probed
-from potstill.models.tokenizer import load_tokenizer
+from potstill.models.tokenizer import ids_without_rows, load_tokenizer
 from potstill.shipped import locate
 from potstill.types import PotstillError
+
+# What configs call the weights of losses that balance experts, and how many experts there are.
+ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def load_student(config: StudentConfig, device: torch.device, seed: int, key: str | None = None) -> LanguageModel:
@@ -40,12 +57,9 @@ def load_student(config: StudentConfig, device: torch.device, seed: int, key: st
         model = _pretrained(name, where, config, dtype=dtype)
     if config.layers is not None:
         keep_layers(model, config.layers)
-    if model.get_input_embeddings().num_embeddings < len(tokenizer):
-        raise PotstillError(
-            f"{who} has {model.get_input_embeddings().num_embeddings} embeddings and its tokenizer {len(tokenizer)} ids: give "
-            f"it the tokenizer it was trained with{'' if key else ' (student.tokenizer)'}"
-        )
-    return probed(model.to(device), tokenizer, who)
+    idle = ids_without_rows(model, tokenizer, who, "" if key else " (student.tokenizer)")
+    language_model = probed(model.to(device), tokenizer, who)
+    return replace(language_model, notes=[*idle, *_router_loss(model), *_other_parts(model)])
 
 
 def load_teacher(config: TeacherConfig, device: torch.device, where: str, key: str | None = None) -> LanguageModel:
@@ -63,18 +77,42 @@ def load_teacher(config: TeacherConfig, device: torch.device, where: str, key: s
         model.to(device)
     model.eval().requires_grad_(False)
     tokenizer = load_tokenizer(config.model, key, config.revision, config.trust_remote_code)
-    return probed(model, tokenizer, f"the teacher {config.model}")
+    who = f"the teacher {config.model}"
+    idle = ids_without_rows(model, tokenizer, who, "")
+    return replace(probed(model, tokenizer, who), notes=idle)
+
+
+def _router_loss(model: PreTrainedModel) -> list[str]:
+    keys = model.config.get_text_config().to_dict()
+    weights = {key: keys[key] for key in ROUTER_LOSSES if keys.get(key)}
+    if not weights or not any(keys.get(key) for key in EXPERTS):
+        return []
+    said = ", ".join(f"{key} {value:g}" for key, value in weights.items())
+    return [
+        f"the student is a mixture of experts with a loss that balances them ({said}): potstill does not add it, so a "
+        "long run may leave experts unused"
+    ]
+
+
+def _other_parts(model: PreTrainedModel) -> list[str]:
+    if not isinstance(model, tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.values())):
+        return []
+    return [
+        f"the student ({type(model).__name__}) also sees: its language model learns, its other parts are saved as they are; "
+        "AutoModelForImageTextToText loads the whole again"
+    ]
 
 
 def _pretrained(name: str, where: str, config: StudentConfig | TeacherConfig, **options: Any) -> PreTrainedModel:
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
+    origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     try:
         with quiet():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            known = AutoConfig.from_pretrained(locate(name), **origin)
+            model, found = _loader(known, known.architectures or []).from_pretrained(
                 locate(name),
-                revision=config.revision,
-                trust_remote_code=config.trust_remote_code,
+                **origin,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 **options,
@@ -87,6 +125,16 @@ def _pretrained(name: str, where: str, config: StudentConfig | TeacherConfig, **
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise PotstillError(f"{where}: the weights in {name} lack {absent[0]}{more}, or hold them in another shape")
     return model
+
+
+def _loader(config: PreTrainedConfig, saved_as: Sequence[str]) -> Any:
+    """The class that loads a model: for one that also sees, the whole of it, so that what is saved has all of its parts. Some
+    of these can be loaded as their language model alone; that is done where they were saved so."""
+    kind = type(config)
+    if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForCausalLM
+    alone = MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__ if kind in MODEL_FOR_CAUSAL_LM_MAPPING else None
+    return AutoModelForCausalLM if alone in saved_as else AutoModelForImageTextToText
 
 
 def _fresh(
@@ -107,12 +155,14 @@ def _fresh(
     filled["vocab_size"] = len(tokenizer)
     options = {"attn_implementation": attn} if attn else {}
     try:
+        # A language model alone where there is one, unless eyes are asked for too.
+        alone = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "")] if "vision_config" not in keys else []
         if "text_config" in known:
             keys["text_config"] = {**filled, **keys.get("text_config", {})}
         else:
             keys = {**filled, **keys}
         config = AutoConfig.for_model(kind, **keys)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        return _loader(config, alone).from_config(config, dtype=dtype, **options)
     except Exception as error:  # the values reach the code of each architecture, which may raise anything
         raise PotstillError(f"student.config: transformers makes no {kind} model of it ({reason(error)})") from error
 
@@ -124,7 +174,7 @@ def keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
     wrong = [i for i in layers if i >= depth]
     if wrong:
         raise PotstillError(f"student.layers: {wrong} are not layers of a model with {depth} (0 to {depth - 1})")
-    stacks = [(n, m) for n, m in model.base_model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    stacks = [(n, m) for n, m in backbone(model).named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
     if len(stacks) != 1:
         raise PotstillError(f"student.from: cannot tell which part of a {model.config.model_type} model its layers are")
     name, stack = stacks[0]
@@ -134,7 +184,7 @@ def keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = index
     parent, _, attribute = name.rpartition(".")
-    setattr(model.base_model.get_submodule(parent), attribute, kept)
+    setattr(backbone(model).get_submodule(parent), attribute, kept)
     for key, value in config.to_dict().items():
         if "layer" in key and isinstance(value, list) and len(value) == depth:  # layer_types and the like
             setattr(config, key, [value[i] for i in layers])
@@ -177,9 +227,19 @@ def check_fit(data: DataConfig, key: str, who: str, language_model: LanguageMode
         raise PotstillError(
             f"{key}.max_length is {data.max_length} and {who} has {limit} positions: set {key}.max_length to {limit} or less"
         )
-    if data.packing and language_model.masks == "own":
-        config = language_model.model.config
+    if not data.packing:
+        return
+    short = language_model.short_positions
+    if short is not None and data.max_length > short:
         raise PotstillError(
-            f"{key}.packing: {who} ({config.model_type}, {config.get_text_config()._attn_implementation} attention) cannot "
-            f"keep packed documents apart: set {key}.packing to false, or attn_implementation to sdpa where the model has it"
+            f"{key}.packing: {who} reads all documents of a row in another way when one is longer than {short} tokens "
+            f"(longrope): set {key}.packing to false, or {key}.max_length to {short} or less"
+        )
+    if language_model.masks == "own":
+        config = language_model.model.config
+        kind = config.get_text_config()._attn_implementation
+        other = "" if kind in ("sdpa", "eager") else ", or attn_implementation to sdpa where the model has it"
+        raise PotstillError(
+            f"{key}.packing: {who} ({config.model_type}, {kind} attention) cannot keep packed documents apart: set "
+            f"{key}.packing to false{other}"
         )

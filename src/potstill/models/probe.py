@@ -4,70 +4,127 @@ when it is loaded, not believed: a model that does something else is refused, no
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from potstill.losses.dense import head_logits
+from potstill.losses.dense import target_logits
 from potstill.models.language_model import LanguageModel, hidden_states
 from potstill.models.libraries import reason
-from potstill.types import Batch, DenseTarget, PotstillError, Rows
+from potstill.types import Batch, PotstillError, Rows
 
-# Config keys that change logits after the head's product: key → (field of the head, value from the key's value).
+# Config keys that change logits before or after the head's product: key → (field of the head, value from the key's value).
 HEAD_KEYS = {
     "final_logit_softcapping": ("softcap", float),  # Gemma 2 and 3
     "logits_soft_cap": ("softcap", float),  # RecurrentGemma
     "output_logit_soft_cap": ("softcap", float),  # xLSTM
     "logits_scaling": ("logit_scale", lambda x: 1.0 / x),  # Granite, MiniCPM
+    "logits_mup_width_multiplier": ("logit_scale", lambda x: 1.0 / x),  # Inkling
     "logit_scale": ("logit_scale", float),  # Cohere
     "lm_head_multiplier": ("logit_scale", float),  # Falcon-H1
 }
+RAMP = 60.0  # what the head's product is replaced with goes from minus to plus this: soft caps are felt
 
 
 def probed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, who: str) -> LanguageModel:
     """Find out how the model takes masks, and check that head(hidden) is what it calls its logits."""
-    keys = model.config.get_text_config().to_dict()
-    head = {field: make(keys[key]) for key, (field, make) in HEAD_KEYS.items() if keys.get(key) is not None}
-    language_model = LanguageModel(model, tokenizer, head, "own")
+    config = model.config.get_text_config()
     training = model.training
     model.eval()
     with torch.no_grad():
-        single, packed = _probe_batches(keys, model.device)
+        single, packed = _probe_batches(config.to_dict(), model.device)
         try:
-            own = hidden_states(model, single, "own")
-            logits = model(input_ids=single.input_ids, use_cache=False).logits
-            ours = head_logits(own.flatten(0, 1), **_head_of(language_model.at_rows(own.flatten(0, 1))))
+            seen = _look(model, single)
         except Exception as error:  # the code of each architecture, which may raise anything
             raise PotstillError(
                 f"{who} ({model.config.model_type}) cannot be used: trying it on a short text, to get its hidden states "
                 f"and its logits, fails ({reason(error)})"
             ) from error
-        if not torch.isfinite(logits).all():
+        if not torch.isfinite(seen.logits).all():
             raise PotstillError(
                 f"{who} ({model.config.model_type}, {str(model.dtype).removeprefix('torch.')}) gives logits that are not "
                 "finite: its weights are broken, or too large for this dtype"
             )
-        if not _close(ours, logits.flatten(0, 1).float()):
-            raise PotstillError(
-                f"{who} ({model.config.model_type}) does something between its last hidden state and its logits that potstill "
-                "does not know; its loss would be wrong"
-            )
+        rows = seen.logits.shape[-1]
+        language_model = LanguageModel(model, tokenizer, {}, "own", rows if rows < seen.head_rows else None)
+        language_model.head = _head(language_model, seen, who)
         if _takes_block_masks(model, single, packed):
             language_model.masks = "blocks"
     model.train(training)
     return language_model
 
 
-def _head_of(target: DenseTarget) -> dict[str, Any]:
-    assert target.hidden is not None and target.weight is not None
-    return {
-        "weight": target.weight.to(target.hidden.dtype),
-        "bias": target.bias,
-        "softcap": target.softcap,
-        "logit_scale": target.logit_scale,
+@dataclass(frozen=True)
+class _Seen:
+    """A forward pass from the outside. R rows, V ids."""
+
+    hidden: Tensor  # [R, H]; of the backbone
+    entered: Tensor | None  # [R, H]; what the head was given. None: the model does not call it
+    logits: Tensor  # [R, V]; of the whole
+    passed: Tensor | None  # [R, V]; … with `ramp` for the head's product
+    ramp: Tensor  # float32 [V]
+    head_rows: int
+
+
+def _look(model: PreTrainedModel, batch: Batch) -> _Seen:
+    head = model.get_output_embeddings()
+    entered: list[Tensor] = []
+    ramp = torch.linspace(-RAMP, RAMP, head.weight.shape[0], device=batch.input_ids.device)
+    hidden = hidden_states(model, batch, "own")
+    watch = head.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0]))
+    try:
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+    finally:
+        watch.remove()
+    swap = head.register_forward_hook(lambda _, inputs, output: ramp.expand(output.shape).clone())
+    try:  # in float32 also where the model is not, so that what it does to logits shows exactly
+        passed = model(input_ids=batch.input_ids, use_cache=False).logits if entered else None
+    finally:
+        swap.remove()
+    return _Seen(
+        hidden.flatten(0, -2),
+        entered[-1].flatten(0, -2) if entered else None,
+        logits.flatten(0, -2),
+        None if passed is None else passed.flatten(0, -2),
+        ramp[: logits.shape[-1]],
+        head.weight.shape[0],
+    )
+
+
+def _head(language_model: LanguageModel, seen: _Seen, who: str) -> dict[str, Any]:
+    """What the head does beside its product, read from the config and checked; some configs have keys that do nothing."""
+    config = language_model.model.config.get_text_config()
+    found = {
+        field: make(value)
+        for key, (field, make) in HEAD_KEYS.items()
+        if hasattr(config, key) and isinstance(value := getattr(config, key), int | float)
     }
+    for head in (found, {}):
+        plain = language_model.at_rows(seen.hidden)
+        ours = target_logits(replace(plain, **head), slice(None))
+        if _is_head(seen, plain.bias is not None, **head) and _close(ours, seen.logits, language_model.model.dtype):
+            return head
+    raise PotstillError(
+        f"{who} ({language_model.model.config.model_type}) does something between its last hidden state and its logits that "
+        "potstill does not know; its loss would be wrong"
+    )
+
+
+def _is_head(seen: _Seen, biased: bool, softcap: float | None = None, logit_scale: float = 1.0) -> bool:
+    """Whether what goes into the head and what comes out behind it is as it should be, apart from the product itself. The scale
+    may be applied on either side of the product; with a bias, behind it."""
+    if seen.entered is None or seen.passed is None:
+        return True
+    for before in {1.0} if biased else {1.0, logit_scale}:
+        expected = seen.ramp * (logit_scale / before)
+        if softcap is not None:
+            expected = (expected / softcap).tanh() * softcap
+        if _close(seen.hidden.float() * before, seen.entered) and _close(expected.expand_as(seen.passed), seen.passed):
+            return True
+    return False
 
 
 def _probe_batches(keys: Mapping[str, Any], device: torch.device) -> tuple[Batch, Batch]:
@@ -86,7 +143,7 @@ def _probe_batches(keys: Mapping[str, Any], device: torch.device) -> tuple[Batch
 def _takes_block_masks(model: PreTrainedModel, single: Batch, packed: Batch) -> bool:
     config = model.config.get_text_config()
     keys = config.to_dict()
-    kinds = set(keys.get("layer_types") or ["full_attention"])
+    kinds = set(keys.get("layer_types") or keys.get("layers_block_type") or ["full_attention"])
     known = {"full_attention", "sliding_attention"}
     if config._attn_implementation not in ("sdpa", "eager") or not kinds <= known:
         return False
@@ -96,14 +153,36 @@ def _takes_block_masks(model: PreTrainedModel, single: Batch, packed: Batch) -> 
     try:
         own = hidden_states(model, single, "own")
         alone, together = hidden_states(model, single, "blocks"), hidden_states(model, packed, "blocks")
+        beside = [
+            hidden_states(model, _with_another_first(batch, keys["vocab_size"]), "blocks") for batch in (single, packed)
+        ]
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError):
         return False  # a model whose forward takes no such mask; it is then used with one document a row
     finally:
         if window is not None:
             config.sliding_window = window
-    return _close(alone, own) and _close(together.view_as(own), own)
+    # Rows of a batch do not see each other; experts still round differently when others share them.
+    rounding = _moved(alone[1], beside[0][1])
+    leak = _moved(together.view_as(own)[1], beside[1].view_as(own)[1])
+    slack = 1e-5 if own.dtype == torch.float32 else 0.0
+    return _close(alone, own) and _close(together.view_as(own), own) and leak <= max(slack, 10 * rounding)
 
 
-def _close(ours: Tensor, theirs: Tensor) -> bool:
-    tolerance = 1e-3 if theirs.dtype == torch.float32 and ours.dtype == torch.float32 else 5e-2
-    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1e-3))
+def _with_another_first(batch: Batch, vocabulary: int) -> Batch:
+    """The batch with other text in its first document, which is the first half of its ids."""
+    ids = batch.input_ids.flatten().clone()
+    half = len(ids) // 2
+    ids[:half] = (ids[:half] + vocabulary // 2) % vocabulary
+    return replace(batch, input_ids=ids.view_as(batch.input_ids))
+
+
+def _moved(one: Tensor, other: Tensor) -> float:
+    """How far hidden states [L, H] have moved where they moved most, as a share of their size."""
+    return float(((one - other).abs().mean(-1) / one.abs().mean(-1).clamp(min=1e-6)).max())
+
+
+def _close(ours: Tensor, theirs: Tensor, computed_in: torch.dtype = torch.float32) -> bool:
+    """Within what the coarsest of the dtypes can tell."""
+    exact = {ours.dtype, theirs.dtype, computed_in} == {torch.float32}
+    distance = (ours.float() - theirs.float()).abs().max()
+    return bool(distance <= (1e-3 if exact else 5e-2) * theirs.abs().max().clamp(min=1e-3))

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
 
@@ -21,23 +21,29 @@ WORDS = ("Hello", "wörld,", "日本語", "spaces", "don't", "2024", "x=1;")  # 
 def load_tokenizer(
     name: str, where: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerFast:
+    missing: ImportError | None = None
     try:
         tokenizer = AutoTokenizer.from_pretrained(locate(name), revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         raise cannot_load(name, where, "tokenizer", error) from error
+    except ImportError as error:  # its class needs another package
+        tokenizer, missing = None, error
+    file = _file(name, revision)
+    if missing is not None and file is None:
+        raise cannot_load(name, where, "tokenizer", missing) from missing
+    if file is not None and not isinstance(tokenizer, PreTrainedTokenizerFast):  # mistral-common's reads tekken.json
+        tokenizer = _plain(name, where, revision)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise PotstillError(f"{where}: {name} has no fast tokenizer (tokenizer.json), which potstill needs")
-    tokenizer = _as_its_file_says(tokenizer, name, where, revision)
+    if file is not None:
+        tokenizer = _as_its_file_says(tokenizer, file, name, where, revision)
     _check_keeps_text(tokenizer, f"{where}: the tokenizer of {name}")
     return tokenizer
 
 
-def _as_its_file_says(
-    tokenizer: PreTrainedTokenizerFast, name: str, where: str, revision: str | None
-) -> PreTrainedTokenizerFast:
-    """The tokenizer, or another of the plain class where the class that its config names cuts text in another way than the
-    tokenizer.json beside it, which is what the model was trained with (DeepSeek-V3's names Llama's)."""
-    file = cached_file(
+def _file(name: str, revision: str | None) -> str | None:
+    """Path of its tokenizer.json, where it has one."""
+    found: str | None = cached_file(
         locate(name),
         "tokenizer.json",
         revision=revision,
@@ -45,8 +51,25 @@ def _as_its_file_says(
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    if file is None:
-        return tokenizer
+    return found
+
+
+def _plain(name: str, where: str, revision: str | None) -> PreTrainedTokenizerFast:
+    """The tokenizer in tokenizer.json, whatever class its config names."""
+    try:
+        plain = PreTrainedTokenizerFast.from_pretrained(locate(name), revision=revision)
+        if get_tokenizer_config(locate(name), revision=revision).get("add_bos_token"):
+            plain.add_bos_token = True  # the named class would do so; the plain one reads it from no config
+    except (OSError, ValueError) as error:
+        raise cannot_load(name, where, "tokenizer", error) from error
+    return plain
+
+
+def _as_its_file_says(
+    tokenizer: PreTrainedTokenizerFast, file: str, name: str, where: str, revision: str | None
+) -> PreTrainedTokenizerFast:
+    """The tokenizer, or another of the plain class where the class that its config names cuts text in another way than the
+    tokenizer.json beside it, which is what the model was trained with (DeepSeek-V3's names Llama's)."""
     text = " ".join(WORDS)
     backend = tokenizers.Tokenizer.from_file(file)
     backend.no_padding()
@@ -54,12 +77,7 @@ def _as_its_file_says(
     right = backend.encode(text, add_special_tokens=False).ids
     if _ids(tokenizer, text) == right:
         return tokenizer
-    try:
-        plain = PreTrainedTokenizerFast.from_pretrained(locate(name), revision=revision)
-        if get_tokenizer_config(locate(name), revision=revision).get("add_bos_token"):
-            plain.add_bos_token = True  # the named class would do so; the plain one reads it from no config
-    except (OSError, ValueError) as error:
-        raise cannot_load(name, where, "tokenizer", error) from error
+    plain = _plain(name, where, revision)
     if _ids(plain, text) != right:
         raise PotstillError(
             f"{where}: transformers reads the tokenizer of {name} so that it cuts text in another way than its own "
@@ -101,20 +119,33 @@ def _unspaced(text: str) -> str:
     return "".join(text.replace("▁", " ").split())  # SentencePiece's space, which a normaliser may put in
 
 
-def shared_ids(student: LanguageModel, teacher: LanguageModel, where: str) -> int:
-    """How many ids both models' tokenizers give the same meaning; an error when they are not the same tokenizer, or when a
-    model has fewer."""
-    width = same_tokenizer(student.tokenizer, teacher.tokenizer, where)
-    check_rows("student", student, width, where)
-    check_rows("teacher", teacher, width, where)
-    return width
-
-
-def check_rows(who: str, language_model: LanguageModel, width: int, where: str) -> None:
-    model = language_model.model
+def ids_without_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, who: str, where: str) -> list[str]:
+    """A note about added tokens that the model has no embedding for and that no text needs (Gemma 3 1B has one, for images).
+    An error where text needs them: it is not the model's tokenizer."""
     rows = min(m.weight.shape[0] for m in (model.get_input_embeddings(), model.get_output_embeddings()))
-    if rows < width:
-        raise PotstillError(f"{where}: the {who} has {rows} embeddings or rows of its head for {width} shared ids")
+    if len(tokenizer) <= rows:
+        return []
+    beyond = {token: index for token, index in tokenizer.get_vocab().items() if index >= rows}
+    cut = set(tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False))
+    frame = tokenizer.convert_ids_to_tokens(tokenizer(WORDS[0]).input_ids)
+    written = [*frame, tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]
+    templates = json.dumps(tokenizer.chat_template or "", ensure_ascii=False)
+    if any(token in cut or token in written or token in templates for token in beyond):
+        raise PotstillError(
+            f"{who} has {rows} embeddings and its tokenizer {len(tokenizer)} ids: give it the tokenizer it was trained "
+            f"with{where}"
+        )
+    named = sorted(beyond, key=lambda token: beyond[token])
+    more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+    return [
+        f"{who} has no embedding for {named[0]!r} (id {beyond[named[0]]}){more} of its tokenizer: text that holds such a token "
+        "is refused"
+    ]
+
+
+def shared_ids(student: LanguageModel, teacher: LanguageModel, where: str) -> int:
+    """How many ids both models have and give the same meaning; an error when their tokenizers are not the same."""
+    return min(same_tokenizer(student.tokenizer, teacher.tokenizer, where), student.vocabulary, teacher.vocabulary)
 
 
 def same_tokenizer(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, where: str) -> int:

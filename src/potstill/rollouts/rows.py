@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from potstill.models import LanguageModel
+from potstill.models import LanguageModel, backbone
 from potstill.rollouts.engine import Ask
 
 SPARE = 128  # positions that keys and values have room for beyond what is there
@@ -25,8 +25,8 @@ class Kept:
     """Rows under way: their last hidden states [B, H], and the keys, values and states behind them."""
 
     def __init__(self, writer: LanguageModel, asked: Sequence[Ask], device: torch.device, selects: bool) -> None:
-        self._model = writer.model
-        taken = inspect.signature(self._model.base_model.forward).parameters
+        self._backbone = backbone(writer.model)
+        taken = inspect.signature(self._backbone.forward).parameters
         every = any(each.kind is each.VAR_KEYWORD for each in taken.values())
         self._takes = [name for name in ("attention_mask", "position_ids") if every or name in taken]
         self._cache: Any = None
@@ -38,7 +38,7 @@ class Kept:
                 if type(layer) is DynamicLayer:
                     self._cache.layers[i] = _RoomyLayer()
         if not selects:  # states inside the model: a pass without a cache makes it forget them
-            self._model.base_model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
+            self._backbone(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
         # Several texts of one prompt: it is read once, where rows can be chosen afterwards.
         keys = [ask.ids.tobytes() if selects else i for i, ask in enumerate(asked)]
         prompts = dict(zip(keys, (ask.ids for ask in asked), strict=True))
@@ -84,7 +84,7 @@ class Kept:
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         given = {"attention_mask": self._mask, "position_ids": positions}
-        out = self._model.base_model(
+        out = self._backbone(
             input_ids=ids,
             use_cache=True,
             **{name: value for name, value in given.items() if name in self._takes},
@@ -99,14 +99,14 @@ class Reread:
     """Rows under way, of one length, which are read again for each token."""
 
     def __init__(self, writer: LanguageModel, asked: Sequence[Ask], device: torch.device, selects: bool) -> None:
-        self._model = writer.model
+        self._backbone = backbone(writer.model)
         self.rows = torch.arange(len(asked), device=device)
         self._ids = torch.from_numpy(np.stack([ask.ids for ask in asked]).astype(np.int64)).to(device)
         self.step(self._ids[:, :0])
 
     def step(self, chosen: Tensor) -> None:
         self._ids = torch.cat([self._ids, chosen.view(len(self.rows), -1)], -1)
-        self.hidden = self._model.base_model(input_ids=self._ids, use_cache=False).last_hidden_state[:, -1]
+        self.hidden = self._backbone(input_ids=self._ids, use_cache=False).last_hidden_state[:, -1]
 
     def keep(self, rows: Tensor) -> None:
         self.rows, self._ids = self.rows[rows], self._ids[rows]

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from potstill.config import SamplingConfig
 from potstill.losses.dense import target_logits
-from potstill.models import LanguageModel
+from potstill.models import LanguageModel, backbone
 from potstill.models.libraries import reason
 from potstill.rollouts.engine import Ask, Written
 from potstill.rollouts.rows import Kept, Reread
@@ -71,7 +71,7 @@ class TransformersEngine:
             language_model = replace(language_model, model=copy.deepcopy(language_model.model))
         self._writer = language_model
         self._sampling, self._batch_size = sampling, batch_size
-        self._width = min(len(language_model.tokenizer), language_model.model.get_output_embeddings().weight.shape[0])
+        self._width = language_model.vocabulary
         self._stop = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=language_model.model.device)
         self._autocast = autocast
         self.way, self.notes = self._right_way(who)
@@ -211,7 +211,7 @@ class TransformersEngine:
         model = self._writer.model
         whole = torch.from_numpy(np.concatenate([ask.ids, text.ids])[None].astype(np.int64)).to(model.device)
         with _writing(model), autocast():
-            hidden = model.base_model(input_ids=whole, use_cache=False).last_hidden_state[0, len(ask.ids) - 1 : -1]
+            hidden = backbone(model)(input_ids=whole, use_cache=False).last_hidden_state[0, len(ask.ids) - 1 : -1]
             logits = target_logits(self._writer.at_rows(hidden, self._width), slice(None)).float()
         chances = logits.log_softmax(-1).gather(-1, whole[0, len(ask.ids) :, None]).squeeze(-1).cpu().numpy()
         return float(np.abs(chances - text.logprobs).mean()), max(float(logits.std(-1).mean()), 1e-3)
@@ -241,7 +241,7 @@ class _StopTexts:
 @contextmanager
 def _writing(model: Any) -> Iterator[None]:
     """Without dropout, and without the compiled forward pass, which would be compiled anew for every length."""
-    training, base = model.training, model.base_model
+    training, base = model.training, backbone(model)
     compiled = base._compiled_call_impl
     base._compiled_call_impl = None
     model.eval()

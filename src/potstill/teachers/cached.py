@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from potstill.config import DataConfig, LossConfig
-from potstill.models import check_rows, load_tokenizer, same_tokenizer
+from potstill.models import load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
 from potstill.sections import fixed_value
 from potstill.teachers.codec import Document, Format
@@ -131,8 +131,7 @@ def check_cache(
 ) -> tuple[int, float]:
     """How many ids student and cache share, and the loss's temperature; an error where the recipe and the cache do not fit."""
     tokenizer = load_tokenizer(str(tokenizer_of(cache.folder)), where)
-    width = same_tokenizer(student.tokenizer, tokenizer, where)
-    check_rows("student", student, width, where)
+    width = min(same_tokenizer(student.tokenizer, tokenizer, where), student.vocabulary)
     if width < cache.form.vocabulary and cache.form.kind != "hidden":
         raise PotstillError(
             f"{where}: the cache's probabilities are over {cache.form.vocabulary} ids and the student's tokenizer has {width}: "

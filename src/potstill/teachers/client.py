@@ -105,7 +105,7 @@ class PotstillServer:
                 ) from error
         if found != (self.identity.tokenizer, self.identity.template):
             raise self.connection.error("the tokenizer it hands out is not the one that its /version names")
-        if len(tokenizer) != self.vocabulary:
+        if len(tokenizer) < self.vocabulary:
             raise self.connection.error(
                 f"its tokenizer has {len(tokenizer)} ids and its /version says {self.vocabulary}"
             )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from potstill.config import StoreConfig
 from potstill.data import collate
-from potstill.models import LanguageModel, check_rows
+from potstill.models import LanguageModel
 from potstill.teachers.codec import DTYPES, LARGEST_VOCABULARY, Format, Signal
 from potstill.teachers.reading import dtype_name, fingerprints
 from potstill.teachers.signal import signal_of, uniforms
@@ -129,10 +129,8 @@ def _check_rows(sound: npt.NDArray[np.bool_], what: str, batch: Batch) -> None:
 
 
 def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
-    vocabulary = len(teacher.tokenizer)
-    check_rows("teacher", teacher, vocabulary, "cache")
     width = teacher.model.get_output_embeddings().weight.shape[1]
-    return format_for(store, vocabulary, width, dtype_name(teacher.model.dtype))
+    return format_for(store, teacher.vocabulary, width, dtype_name(teacher.model.dtype))
 
 
 def format_for(store: StoreConfig, vocabulary: int, width: int, dtype: str) -> Format:

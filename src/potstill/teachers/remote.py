@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
-from potstill.models import LanguageModel, check_rows, same_tokenizer
+from potstill.models import LanguageModel, same_tokenizer
 from potstill.sections import fixed_value
 from potstill.teachers.aligned import AlignedCached, Rereader, check_across
 from potstill.teachers.asking import Asking
@@ -219,7 +219,7 @@ def open_remote(
     if other:
         return _open_aligned(config, origin, student, data, loss, where)
     width = same_tokenizer(student.tokenizer, origin.tokenizer, where)
-    check_rows("student", student, width, where)
+    width = min(width, student.vocabulary, origin.server.vocabulary)
     if origin.positions is not None and data.max_length > origin.positions:
         raise PotstillError(
             f"data.max_length is {data.max_length} and the teacher at {config.server} reads {origin.positions} tokens: set "

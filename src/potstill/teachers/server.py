@@ -165,7 +165,7 @@ class Service:
                 "protocol": PROTOCOL,
                 "potstill": self._version,
                 **asdict(self.identity),
-                "vocabulary": len(teacher.tokenizer),
+                "vocabulary": teacher.vocabulary,
                 "rows": int(head.shape[0]),
                 "width": int(head.shape[1]),
                 "positions": self._most_tokens,
@@ -194,7 +194,7 @@ class Service:
         teacher = self.scorer.teacher
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "head.safetensors"
-            save_head(teacher.at_rows(torch.empty(0), len(teacher.tokenizer)), path)
+            save_head(teacher.at_rows(torch.empty(0), teacher.vocabulary), path)
             return path.read_bytes()
 
     async def score(self, request: Request) -> Response:

@@ -57,7 +57,8 @@ def open_teachers(
     configs: Sequence[TeacherConfig], student: LanguageModel, data: DataConfig, loss: LossConfig, device: torch.device
 ) -> Faculty:
     teachers: list[Teacher] = []
-    live, notes, identities = [], [], []
+    live, identities = [], []
+    notes: list[str] = []
     writer: LanguageModel | RemoteOrigin | None = None
     for index, config in enumerate(configs):
         where = f"teachers[{index}]"
@@ -67,6 +68,7 @@ def open_teachers(
         there = language_model or server
         identities.append(None if server is None else server.identity.weights)
         writer = there if index == 0 else writer
+        notes.extend([] if language_model is None else language_model.notes)
         tokenizer = there.tokenizer if there is not None else opening.cached_tokenizer()
         reason = difference(student.tokenizer, tokenizer)
         if reason is not None:

@@ -20,7 +20,7 @@ from potstill.data import Windows, count_windows
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.evals.own_text import OwnText
 from potstill.files import write_text
-from potstill.models import LanguageModel, check_fit, difference, load_student
+from potstill.models import LanguageModel, backbone, check_fit, difference, load_student
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
 from potstill.teachers.remote import RemoteOrigin
@@ -120,10 +120,16 @@ def assemble(recipe: Recipe) -> Parts:
         check_fit(data, "data", who, language_model)
         if recipe.eval is not None:
             check_fit(recipe.eval.data, "eval.data", who, language_model)
+    _check_writes(recipe, data, student)
     if recipe.train.gradient_checkpointing:
+        if not student.model.supports_gradient_checkpointing:
+            raise PotstillError(
+                f"train.gradient_checkpointing: transformers has none for {student.model.config.model_type} models: set it to "
+                "false"
+            )
         student.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if recipe.train.compile:
-        student.model.base_model.compile()
+        backbone(student.model).compile()
     module = StudentLoss(student).train()
     optimizers = make_optimizers(student.model, student.model.get_output_embeddings(), recipe.train.optimizer)
     own_text = _own_text(recipe, student, faculty)
@@ -165,8 +171,18 @@ def assemble(recipe: Recipe) -> Parts:
         writer_shares_tokens=faculty.writer is not None
         and difference(student.tokenizer, faculty.writer.tokenizer) is None,
         identities=faculty.identities,
-        notes=faculty.notes,
+        notes=[*student.notes, *faculty.notes],
     )
+
+
+def _check_writes(recipe: Recipe, data: DataConfig, student: LanguageModel) -> None:
+    """Keys and values that were computed with the factors for short texts do not fit those for long ones."""
+    short = student.short_positions
+    if recipe.policy.writes and short is not None and data.max_length > short:
+        raise PotstillError(
+            f"data.max_length is {data.max_length} and the student cannot write texts beyond {short} tokens, where its rotary "
+            f"factors change (longrope): set data.max_length to {short} or less"
+        )
 
 
 def _own_text(recipe: Recipe, student: LanguageModel, faculty: Faculty) -> OwnText | None:
