@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,9 @@ def final(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("policy", VARIANTS.values(), ids=VARIANTS)
 def test_interrupted_run_ends_with_the_same_bits(runs: TinyRuns, policy: dict[str, Any]) -> None:
-    potstill.train(runs.recipe("whole", policy=policy, loss={"divergence": "reverse_kl"}))
-    broken = runs.recipe("broken", policy=policy, loss={"divergence": "reverse_kl"})
+    dropout = "student.dropout=0.1"  # so that the random state counts
+    potstill.train(runs.recipe("whole", dropout, policy=policy, loss={"divergence": "reverse_kl"}))
+    broken = runs.recipe("broken", dropout, policy=policy, loss={"divergence": "reverse_kl"})
     for step in (1, 4, 7):
         with pytest.raises(Interrupted):
             potstill.train(broken, [InterruptAt(step)])
@@ -55,6 +57,31 @@ def test_interrupted_run_ends_with_the_same_bits(runs: TinyRuns, policy: dict[st
     saved = [path.parent.name for path in (runs.folder / "broken").rglob("rollouts.safetensors")]
     overlaps = policy.get("max_staleness", 0) >= 2 * policy.get("steps_per_generation", 1) - 1
     assert bool(saved) == (overlaps or policy.get("steps_per_generation", 1) == 3)  # 8 steps end within three
+
+
+def test_dropout_is_off_where_the_student_writes_unless_the_recipe_has_it(runs: TinyRuns, capsys: Any) -> None:
+    gaps = {}
+    for name, dropout in (("default", "null"), ("kept", "0.1"), ("off", "0")):
+        potstill.train(runs.recipe(name, f"student.dropout={dropout}", "train.steps=2", policy=OWN))
+        gaps[name] = [line["behaviour_gap"] for line in metrics(runs.folder / name)]
+        said = capsys.readouterr().out.splitlines()
+        gaps[name].append([line for line in said if line.startswith("student.dropout")])
+    assert max(gaps["default"][:2]) < 1e-5 and max(gaps["off"][:2]) < 1e-5
+    assert min(gaps["kept"][:2]) > 1e-4
+    assert gaps["default"][2] == [
+        "student.dropout: the student is trained with 0 in place of its own 0.1, for it writes without (student.dropout keeps "
+        "it)"
+    ]
+    assert gaps["off"][2] == ["student.dropout: the student is trained with 0 in place of its own 0.1"]
+    assert gaps["kept"][2] == [
+        "student.dropout: 0.1 is on while the student trains and off while it writes, so what it says of its own text differs "
+        "between the two (behaviour_gap): 0 takes the difference away"
+    ]
+    config = json.loads((runs.folder / "default/checkpoints/latest/model/config.json").read_text())
+    assert config["attention_dropout"] == 0.0
+    potstill.train(runs.recipe("data", "train.steps=1"))  # nothing is written: the model's own stays
+    config = json.loads((runs.folder / "data/checkpoints/latest/model/config.json").read_text())
+    assert config["attention_dropout"] == 0.1 and "student.dropout" not in capsys.readouterr().out
 
 
 def test_killed_at_any_moment_it_ends_with_the_same_bits(runs: TinyRuns) -> None:
@@ -75,12 +102,10 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(runs: TinyRuns) -> None
 @pytest.mark.parametrize("packing", [True, False])
 def test_any_split_into_micro_batches_takes_the_same_steps(runs: TinyRuns, packing: bool) -> None:
     policy = OWN | {"on_policy": 0.5, "num_generations": 2}
-    student = {"student": runs.recipe("x").student.model_dump(by_alias=True)}
-    student["student"]["config"]["attention_dropout"] = 0.0
     found = []
     for micro in (1, 2, 4):
         options = [f"train.micro_batch_size={micro}", f"data.packing={str(packing).lower()}", "train.steps=3"]
-        run = potstill.train(runs.recipe(f"micro-{micro}", *options, policy=policy, **student)).folder
+        run = potstill.train(runs.recipe(f"micro-{micro}", *options, policy=policy)).folder
         found.append(final(run))
     for other in found[1:]:
         for name, tensor in found[0].items():
@@ -219,9 +244,10 @@ def test_an_error_of_a_teacher_ends_a_run_with_its_steps_saved(
         return asked(self, batch, prepared)
 
     calls: list[Any] = []
-    potstill.train(runs.recipe("whole", policy=OWN))
+    dropout = "student.dropout=0.1"
+    potstill.train(runs.recipe("whole", dropout, policy=OWN))
     monkeypatch.setattr(LiveTeacher, "targets", targets)
-    options = ["checkpoint.every=null"]
+    options = [dropout, "checkpoint.every=null"]
     with pytest.raises(PotstillError, match="the teacher is gone; the run is saved at step 2"):
         potstill.train(runs.recipe("run", *options, policy=OWN))
     monkeypatch.undo()

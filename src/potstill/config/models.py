@@ -30,6 +30,11 @@ class StudentConfig(Section):
     attn_implementation: str | None = Field(
         None, description="eager, sdpa, flash_attention_2, …; default: the model's own"
     )
+    dropout: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None,
+        description="probability of all its dropouts while it trains; default: 0 where it writes text (policy.on_policy), for "
+        "it writes without, otherwise the model's own",
+    )
     trust_remote_code: bool = Field(False, description="run model code from the hub")
 
     @model_validator(mode="after")

@@ -21,6 +21,7 @@ from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.evals.own_text import OwnText
 from potstill.files import write_text
 from potstill.models import LanguageModel, backbone, check_fit, difference, load_student
+from potstill.models.dropout import set_dropout
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
 from potstill.teachers.remote import RemoteOrigin
@@ -111,6 +112,7 @@ def assemble(recipe: Recipe) -> Parts:
     """Load the models and check that they, the data and the recipe fit together."""
     device = pick_device(recipe.train.device)
     student = load_student(recipe.student, device, recipe.train.seed)
+    dropout_notes = _set_dropout(recipe, student)
     data = as_teachers_need(recipe.data, recipe.teachers)
     faculty = open_teachers(recipe.teachers, student, data, recipe.loss, device)
     for who, language_model in [
@@ -171,7 +173,7 @@ def assemble(recipe: Recipe) -> Parts:
         writer_shares_tokens=faculty.writer is not None
         and difference(student.tokenizer, faculty.writer.tokenizer) is None,
         identities=faculty.identities,
-        notes=[*student.notes, *faculty.notes],
+        notes=[*student.notes, *dropout_notes, *faculty.notes],
     )
 
 
@@ -183,6 +185,25 @@ def _check_writes(recipe: Recipe, data: DataConfig, student: LanguageModel) -> N
             f"data.max_length is {data.max_length} and the student cannot write texts beyond {short} tokens, where its rotary "
             f"factors change (longrope): set data.max_length to {short} or less"
         )
+
+
+def _set_dropout(recipe: Recipe, student: LanguageModel) -> list[str]:
+    """As the recipe says; what is worth a word."""
+    probability, own = recipe.student.dropout, recipe.policy.on_policy > 0
+    if probability is None and own:
+        probability = 0.0
+    if probability is None:
+        return []
+    changed = ", ".join(f"{each:g}" for each in set_dropout(student.model, probability))
+    if probability and own:
+        return [
+            f"student.dropout: {probability:g} is on while the student trains and off while it writes, so what it says of its "
+            "own text differs between the two (behaviour_gap): 0 takes the difference away"
+        ]
+    if not changed:
+        return []
+    why = ", for it writes without (student.dropout keeps it)" if recipe.student.dropout is None else ""
+    return [f"student.dropout: the student is trained with {probability:g} in place of its own {changed}{why}"]
 
 
 def _own_text(recipe: Recipe, student: LanguageModel, faculty: Faculty) -> OwnText | None:
