@@ -229,6 +229,45 @@ def test_torn_weights_are_refused(command: Command, runs: TinyRuns) -> None:
     )
 
 
+def _with(**keys: Any) -> Callable[[bytes], bytes]:
+    return lambda raw: json.dumps(json.loads(raw) | keys).encode()
+
+
+DEEP = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+BROKEN_FILES: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "config torn": ("config.json", lambda raw: raw[:100], "cannot load the "),
+    "config empty": ("config.json", lambda raw: b"", "cannot load the "),
+    "config bytes": ("config.json", lambda raw: raw.replace(b'"', b'"\xff', 1), "cannot load the "),
+    "config deep": ("config.json", lambda raw: DEEP, "maximum recursion depth exceeded"),
+    "config a list": ("config.json", lambda raw: b"[[1]]", "cannot load the tokenizer in "),
+    "config a text": ("config.json", lambda raw: b'"x"', "cannot load the tokenizer in "),
+    "config key": ("config.json", _with(hidden_size="wide"), "'hidden_size' expected int, got str"),
+    "config rope": ("config.json", _with(rope_parameters={"rope_type": True, "rope_theta": 1.0}), "KeyError: True"),
+    "config layers": (
+        "config.json",
+        _with(num_hidden_layers=2**31),
+        "has num_hidden_layers 2147483648: no model is that large",
+    ),
+    "config token": ("config.json", _with(bos_token_id=float("nan")), "'bos_token_id'"),
+    "generation": ("generation_config.json", lambda raw: b"[]", "TypeError: 'list' object is not a mapping"),
+    "tokenizer torn": ("tokenizer.json", lambda raw: raw[:5000], "cannot load the tokenizer in "),
+    "tokenizer keys": ("tokenizer.json", _with(model={"type": "BPE"}), "cannot load the tokenizer in "),
+    "tokenizer deep": ("tokenizer.json", lambda raw: DEEP, "cannot load the tokenizer in "),
+    "tokenizer config": ("tokenizer_config.json", lambda raw: b'"x"', "AttributeError: 'str' object has no"),
+    "tokenizer length": ("tokenizer_config.json", _with(model_max_length="x"), "TypeError: '>' not supported"),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "sentence"), BROKEN_FILES.values(), ids=BROKEN_FILES)
+def test_a_broken_model_folder_is_a_sentence(
+    command: Command, runs: TinyRuns, name: str, change: Callable[[bytes], bytes], sentence: str
+) -> None:
+    broken = shutil.copytree(runs.teacher, runs.folder / "broken")
+    path = broken / name
+    path.write_bytes(change(path.read_bytes() if path.exists() else b"{}"))
+    assert_refused(command("eval", broken, "--data", runs.text), sentence)
+
+
 def test_a_teacher_that_breaks_on_one_text_is_named_with_it(command: Command, runs: TinyRuns) -> None:
     """A token of the seventh text has an embedding of inf: every step is well until that text comes."""
     from transformers import AutoTokenizer

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -27,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
 from potstill.models.language_model import LanguageModel, backbone
-from potstill.models.libraries import cannot_load, quiet, reason
+from potstill.models.libraries import check_counts, loading, reason
 from potstill.models.probe import probed
 from potstill.models.tokenizer import ids_without_rows, load_tokenizer
 from potstill.shipped import locate
@@ -107,18 +106,16 @@ def _pretrained(name: str, where: str, config: StudentConfig | TeacherConfig, **
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    try:
-        with quiet():
-            known = AutoConfig.from_pretrained(locate(name), **origin)
-            model, found = _loader(known, known.architectures or []).from_pretrained(
-                locate(name),
-                **origin,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-                **options,
-            )
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise cannot_load(name, where, "model", error) from error
+    with loading(name, where, "model"):
+        known = AutoConfig.from_pretrained(locate(name), **origin)
+        check_counts(known, name, where)
+        model, found = _loader(known, known.architectures or []).from_pretrained(
+            locate(name),
+            **origin,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **options,
+        )
     # transformers would fill these with random numbers and go on.
     absent = sorted(found["missing_keys"]) + sorted(key for key, *_ in found["mismatched_keys"])
     if absent:

@@ -11,7 +11,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
 
 from potstill.models.language_model import LanguageModel
-from potstill.models.libraries import cannot_load
+from potstill.models.libraries import loading
 from potstill.shipped import locate
 from potstill.types import PotstillError
 
@@ -21,24 +21,25 @@ WORDS = ("Hello", "wörld,", "日本語", "spaces", "don't", "2024", "x=1;")  # 
 def load_tokenizer(
     name: str, where: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerFast:
-    missing: ImportError | None = None
+    with loading(name, where, "tokenizer"):
+        tokenizer = _loaded(name, where, revision, trust_remote_code)
+        _check_keeps_text(tokenizer, f"{where}: the tokenizer of {name}")
+    return tokenizer
+
+
+def _loaded(name: str, where: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerFast:
+    file = _file(name, revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(locate(name), revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise cannot_load(name, where, "tokenizer", error) from error
-    except ImportError as error:  # its class needs another package
-        tokenizer, missing = None, error
-    file = _file(name, revision)
-    if missing is not None and file is None:
-        raise cannot_load(name, where, "tokenizer", missing) from missing
+    except ImportError:  # its class needs another package
+        if file is None:
+            raise
+        tokenizer = None
     if file is not None and not isinstance(tokenizer, PreTrainedTokenizerFast):  # mistral-common's reads tekken.json
-        tokenizer = _plain(name, where, revision)
+        tokenizer = _plain(name, revision)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise PotstillError(f"{where}: {name} has no fast tokenizer (tokenizer.json), which potstill needs")
-    if file is not None:
-        tokenizer = _as_its_file_says(tokenizer, file, name, where, revision)
-    _check_keeps_text(tokenizer, f"{where}: the tokenizer of {name}")
-    return tokenizer
+    return tokenizer if file is None else _as_its_file_says(tokenizer, file, name, where, revision)
 
 
 def _file(name: str, revision: str | None) -> str | None:
@@ -54,14 +55,11 @@ def _file(name: str, revision: str | None) -> str | None:
     return found
 
 
-def _plain(name: str, where: str, revision: str | None) -> PreTrainedTokenizerFast:
+def _plain(name: str, revision: str | None) -> PreTrainedTokenizerFast:
     """The tokenizer in tokenizer.json, whatever class its config names."""
-    try:
-        plain = PreTrainedTokenizerFast.from_pretrained(locate(name), revision=revision)
-        if get_tokenizer_config(locate(name), revision=revision).get("add_bos_token"):
-            plain.add_bos_token = True  # the named class would do so; the plain one reads it from no config
-    except (OSError, ValueError) as error:
-        raise cannot_load(name, where, "tokenizer", error) from error
+    plain = PreTrainedTokenizerFast.from_pretrained(locate(name), revision=revision)
+    if get_tokenizer_config(locate(name), revision=revision).get("add_bos_token"):
+        plain.add_bos_token = True  # the named class would do so; the plain one reads it from no config
     return plain
 
 
@@ -77,7 +75,7 @@ def _as_its_file_says(
     right = backend.encode(text, add_special_tokens=False).ids
     if _ids(tokenizer, text) == right:
         return tokenizer
-    plain = _plain(name, where, revision)
+    plain = _plain(name, revision)
     if _ids(plain, text) != right:
         raise PotstillError(
             f"{where}: transformers reads the tokenizer of {name} so that it cuts text in another way than its own "
