@@ -163,6 +163,53 @@ def test_several_runs(tmp_path: Path) -> None:
     assert len(embedded(html)["runs"]) == 3
 
 
+def test_values_per_token_are_not_compared_across_tokenizers(tmp_path: Path) -> None:
+    """Perplexity 12.5 of 100 tokens and 9.5 of 140: the same text, cut in other ways."""
+    a = make_run(tmp_path / "a", [step(1)], [evaluation(1, 1.5, ece=0.02)])
+    b = make_run(tmp_path / "b", [step(1)], [evaluation(1, 1.25, kl=None, agreement=None, perplexity=9.5, tokens=140)])
+    html = page(a, b)
+    table = cells(html, "The last evaluation of every run")
+    assert [row[2] for row in table] == ["1.5000", "1.2500★ best"], "of the same bytes"
+    assert [row[3:] for row in table] == [["12.50", "0.3750", "62.5%", "0.0200"], ["9.50", "–", "–", "0.0312"]]
+    assert "These runs have different tokenizers: only bits per byte compares them." in html
+    assert "best bits per byte 1.2500, b" in html
+    c = make_run(tmp_path / "c", [step(1)], [evaluation(1, 1.125, bytes=300)])
+    html = page(a, c)
+    assert not any("★" in cell for row in cells(html, "The last evaluation of every run") for cell in row)
+    assert "scored on different amounts of text, so none is called the best" in html
+    assert "best bits per byte" not in html
+    same = page(a, make_run(tmp_path / "d", [step(1)], [evaluation(1, 1.125, perplexity=11.5)]))
+    assert cells(same, "The last evaluation of every run")[1][2:4] == ["1.1250★ best", "11.50★ best"]
+    assert "only bits per byte compares" not in same
+
+
+def test_a_teacher_with_other_tokens_has_curves_of_its_own(tmp_path: Path) -> None:
+    plain = make_run(tmp_path / "plain", [step(n, kl=0.5) for n in (1, 2)], [evaluation(2)])
+    aligned = {"align_chunks_per_token": 0.5, "align_exact": 0.75, "kl": 1.5}
+    across = make_run(
+        tmp_path / "across", [step(n, **aligned) for n in (1, 2)], [evaluation(2, kl=None, agreement=None, tokens=140)]
+    )
+    both = make_run(
+        tmp_path / "both", [step(n, **aligned) for n in (1, 2)], [evaluation(2)]
+    )  # its first teacher's are the same
+    html = page(plain, across, both)
+    data = embedded(html)
+    assert [run["metrics"]["columns"].get("kl", {}).get("value") for run in data["runs"]] == [
+        [0.5, 0.5],
+        None,
+        [1.5, 1.5],
+    ]
+    spelled = [run["metrics"]["columns"].get("spelled_kl", {}).get("value") for run in data["runs"]]
+    assert spelled == [None, [1.5, 1.5], None]
+    titles = [panel["title"] for panel in data["panels"]]
+    assert {"KL to the teacher", "KL to the teacher, spelled", "Top-1 agreement, spelled"} <= set(titles)
+    (figure,) = [part for part in html.split("<figure")[1:] if "<h4>KL to the teacher, spelled" in part]
+    assert figure.count("<polyline") == 1 and "for a teacher with other tokens" in figure
+    (figure,) = [part for part in html.split("<figure")[1:] if "<h4>KL to the teacher <" in part]
+    assert figure.count("<polyline") == 2
+    assert "spelled" not in " ".join(panel["title"] for panel in embedded(page(plain))["panels"])
+
+
 def test_labels_are_the_shortest_that_differ() -> None:
     paths = [Path("/x/a/run"), Path("/y/a/run"), Path("/y/b/run"), Path("/y/b/more")]
     assert labels(paths) == ["x/a/run", "y/a/run", "b/run", "more"]

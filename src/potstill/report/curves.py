@@ -49,6 +49,14 @@ PANELS: tuple[Panel, ...] = (
     _one("ce", LEARNING, "Cross-entropy", "to the text, nats per token, before its weight"),
     _one("kl", LEARNING, "KL to the teacher", "at temperature 1, nats per token"),
     _one("agreement", LEARNING, "Top-1 agreement", "share of tokens with the teacher's first choice", unit="percent"),
+    _one(
+        "spelled_kl", LEARNING, "KL to the teacher, spelled",
+        "for a teacher with other tokens: to its next token spelled in the student's, at temperature 1",
+    ),
+    _one(
+        "spelled_agreement", LEARNING, "Top-1 agreement, spelled",
+        "for a teacher with other tokens: with its first choice, spelled in the student's", unit="percent",
+    ),
     Panel(
         "bits_per_byte", LEARNING, "Bits per byte", "on held-out text", (("bits_per_byte", ""),),
         source="evals", smooth=False,

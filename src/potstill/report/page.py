@@ -78,12 +78,13 @@ def embedded(value: Any) -> str:
 def _subtitle(runs: list[Run]) -> str:
     tokens = sum(run.metrics.last("tokens") or 0 for run in runs)
     parts = [f"{formats.count(tokens)} supervised tokens"] if tokens else []
-    scores = [(score, run) for run in runs if (score := run.evals.last("bits_per_byte")) is not None]
-    scores = [(score, run) for score, run in scores if not math.isnan(score)]
-    if scores:
-        score, best = min(scores, key=lambda pair: pair[0])
-        parts.append(f"{formats.fixed(score)} bits per byte" if len(runs) == 1 else
-                     f"best bits per byte {formats.fixed(score)}, {best.label}")  # fmt: skip
+    bits = tables.SCORES[0]
+    alone, best = runs[0].evals.last(bits.key), tables.best_of(bits, runs)
+    if len(runs) == 1 and alone is not None and not math.isnan(alone):
+        parts.append(f"{formats.fixed(alone)} bits per byte")
+    if best is not None:
+        whose = next(run.label for run in runs if run.evals.last(bits.key) == best)
+        parts.append(f"best bits per byte {formats.fixed(best)}, {whose}")
     return " · ".join(parts) or "No step has been logged yet"
 
 

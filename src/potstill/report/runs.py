@@ -7,7 +7,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,13 @@ STEP_KEYS = frozenset(
         "temperature", "kd_weight", "ce_weight", "tokens", "tokens_per_second", "seconds_data", "seconds_teacher",
         "seconds_student", "seconds_optimizer", "peak_memory_bytes", "epoch",
         "behaviour_gap", "rollout_length", "rollout_eos", "rollout_cut", "rollout_distinct_2", "rollout_distinct_3",
-        "rollout_staleness", "rollout_tokens_per_second",
+        "rollout_staleness", "rollout_tokens_per_second", "spelled_kl", "spelled_agreement",
     }
 )  # fmt: skip
 EVAL_KEYS = frozenset({"bits_per_byte", "perplexity", "kl", "agreement", "ece", "tokens", "bytes", "own_reverse_kl"})
+# With a teacher of other tokens these are taken of what it says spelled in the student's, which is another measure than the
+# other runs' and than an evaluation's.
+SPELLED = {"kl": "spelled_kl", "agreement": "spelled_agreement"}
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,22 @@ def _read_run(folder: Path, label: str) -> Run:
     text, recipe = read_keys(recipe_file)
     metrics, _ = _read_log(folder / "metrics.jsonl", STEP_KEYS)
     evals, samples = _read_log(folder / "evals.jsonl", EVAL_KEYS)
+    metrics = _spelled(metrics, evals)
     return Run(
         label, folder, text, recipe, metrics, evals, samples[1] if samples else (), samples[0] if samples else None
+    )
+
+
+def _spelled(metrics: Log, evals: Log) -> Log:
+    """With the names of what they are, where the teacher that the student is compared with has other tokens: some are aligned,
+    and no evaluation knows its KL."""
+    known = evals.columns.get("kl")
+    if "align_chunks_per_token" not in metrics.columns or (known is not None and not np.isnan(known).all()):
+        return metrics
+    return replace(
+        metrics,
+        columns={SPELLED.get(key, key): values for key, values in metrics.columns.items()},
+        odd={SPELLED.get(key, key): steps for key, steps in metrics.odd.items()},
     )
 
 

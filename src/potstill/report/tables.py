@@ -22,10 +22,11 @@ class Score:
     title: str
     show: Callable[[float | None], str]
     more_is_better: bool = False
+    of: tuple[str, ...] = ("tokens", "bytes")  # what must have been scored alike for two values to be compared
 
 
 SCORES = (
-    Score("bits_per_byte", "Bits per byte", formats.fixed),
+    Score("bits_per_byte", "Bits per byte", formats.fixed, of=("bytes",)),
     Score("perplexity", "Perplexity", formats.perplexity),
     Score("kl", "KL to teacher", formats.fixed),
     Score("agreement", "Top-1 agreement", formats.percent, more_is_better=True),
@@ -125,12 +126,11 @@ def time_shares(runs: Sequence[Run]) -> str:
 def evaluation(runs: Sequence[Run]) -> str:
     if not any(len(run.evals.steps) for run in runs):
         return '<p class="empty">No evaluation yet. Give the recipe an <code>eval</code> section to have one.</p>'
-    values = {score.key: [run.evals.last(score.key) for run in runs] for score in SCORES}
     rows = [
         [
             _named(number, run.label),
             f"{run.evals.steps[-1]:,}" if len(run.evals.steps) else formats.MISSING,
-            *(_scored(score, values[score.key], number) for score in SCORES),
+            *(_scored(score, runs, number) for score in SCORES),
         ]
         for number, run in enumerate(runs)
     ]
@@ -138,19 +138,44 @@ def evaluation(runs: Sequence[Run]) -> str:
         f'{s.title} <span class="way">{"↑ more" if s.more_is_better else "↓ less"} is better</span>' for s in SCORES
     ]
     every = "".join(_every_evaluation(run) for run in runs if len(run.evals.steps) > 1)
-    return table("The last evaluation of every run", ["Run", "Step", *arrows], rows) + every
+    last = table("The last evaluation of every run", ["Run", "Step", *arrows], rows)
+    return last + _not_compared(runs) + every
 
 
-def _scored(score: Score, values: Sequence[float | None], number: int) -> str:
-    shown = [score.show(value) for value in values]
-    measured = [value for value in values if value is not None and not math.isnan(value)]
-    if len(measured) < 2 or len(set(measured)) == 1:
-        return shown[number]
-    best = max(measured) if score.more_is_better else min(measured)
-    if values[number] != best:
-        return shown[number]
+def best_of(score: Score, runs: Sequence[Run]) -> float | None:
+    """The best value, where there are several and they are of the same text; and, per token, of the same tokens of it."""
+    measured = _measured(score, runs)
+    if len({value for value, _ in measured}) < 2 or len({scored for _, scored in measured}) > 1:
+        return None
+    return (max if score.more_is_better else min)(value for value, _ in measured)
+
+
+def _measured(score: Score, runs: Sequence[Run]) -> list[tuple[float, tuple[float | None, ...]]]:
+    """The runs' values, each with how much was scored for it."""
+    found = [(run.evals.last(score.key), tuple(run.evals.last(key) for key in score.of)) for run in runs]
+    return [(value, scored) for value, scored in found if value is not None and not math.isnan(value)]
+
+
+def _not_compared(runs: Sequence[Run]) -> str:
+    """Why there is no best."""
+    counts = [{scored for _, scored in _measured(score, runs)} for score in SCORES]
+    if not any(len(scored) > 1 for scored in counts):
+        return ""
+    if len(counts[0]) > 1:
+        return '<p class="hint">These runs were scored on different amounts of text, so none is called the best.</p>'
+    return (
+        '<p class="hint">These runs have different tokenizers: only bits per byte compares them. The other values are means '
+        "over tokens, which are not the same.</p>"
+    )
+
+
+def _scored(score: Score, runs: Sequence[Run], number: int) -> str:
+    value = runs[number].evals.last(score.key)
+    shown = score.show(value)
+    if value is None or value != best_of(score, runs):
+        return shown
     mark = '<span class="mark" title="best">★</span><span class="unseen"> best</span>'
-    return f'<strong class="best">{shown[number]}{mark}</strong>'
+    return f'<strong class="best">{shown}{mark}</strong>'
 
 
 def _every_evaluation(run: Run) -> str:
