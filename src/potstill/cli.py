@@ -96,7 +96,7 @@ def train(
         console.print(
             f"stopped by {run.stopped_by} at step {run.step}; the same command goes on from there", highlight=False
         )
-        return
+        raise typer.Exit(run.exit_code)
     console.print(f"student: {run.model}", highlight=False, markup=False)
 
 

@@ -112,18 +112,55 @@ def _difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | 
     return None
 
 
-def point(link: Path, target: Path) -> None:
-    """Make `link` a relative symbolic link to `target`, replacing an older one at once."""
-    beside = link.with_name(f"{UNFINISHED}{link.name}")
+def model_damage(folder: Path, weights: bool = True) -> str | None:
+    """What is wrong with a model inside a checkpoint, by the checkpoint's manifest one folder up, or None. Other models have no
+    such manifest, and nothing to be compared with. Without `weights`, those are not looked at, since that takes a while."""
+    folder = folder.resolve()
+    above = folder.parent / MANIFEST
+    if not above.is_file():
+        return None
+    try:
+        files = json.loads(above.read_text(encoding="utf-8"))["files"]
+        inside = {name: entry for name, entry in files.items() if name.startswith(f"{folder.name}/")}
+        expected = {name: entry for name, entry in inside.items() if weights or not name.endswith(".safetensors")}
+        return checksums_differ(folder.parent, expected) if "progress.json" in files else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        of_a_checkpoint = (folder.parent / "progress.json").is_file()
+        return f"{above} cannot be read" if of_a_checkpoint else None
+    except OSError as error:
+        return f"{folder} cannot be read ({error.strerror or error})"
+
+
+def point(link: Path, target: Path) -> Path | None:
+    """Make `link` a relative symbolic link to `target`, replacing an older one at once. Where a folder is in its place (a copy
+    that followed links), that is moved aside, and told."""
+    beside, aside = link.with_name(f"{UNFINISHED}{link.name}"), link.with_name(f"copied-{link.name}")
     beside.unlink(missing_ok=True)
     beside.symlink_to(os.path.relpath(target, link.parent))
+    copied = link.is_dir() and not link.is_symlink()
+    if copied:
+        shutil.rmtree(aside, ignore_errors=True)
+        link.rename(aside)
     beside.replace(link)
+    return aside if copied else None
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what an interrupted writer left."""
-    for left in folder.glob(f"{UNFINISHED}*"):
-        remove(left)
+def remove_folder(path: Path) -> None:
+    """All of it or, to its readers, nothing: what a kill or a refusal leaves of it no longer has its name."""
+    beside = path.with_name(f"{UNFINISHED}removed-{path.name}")
+    path.rename(beside)
+    shutil.rmtree(beside)
+
+
+def remove_unfinished(folder: Path, pattern: str = "*") -> list[Path]:
+    """Remove what an interrupted writer left. Gives what cannot be removed."""
+    kept = []
+    for left in folder.glob(f"{UNFINISHED}{pattern}"):
+        try:
+            remove(left)
+        except OSError:
+            kept.append(left)
+    return kept
 
 
 def remove(path: Path) -> None:
@@ -131,9 +168,27 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
+def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Every line of a log with its object; None where it is damaged or torn: no JSON object with a whole number `step`."""
+    if not path.is_file():
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError):
+                record = None
+            good = isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] < 2**53
+            yield line, record if good else None
+
+
 def _checksums(folder: Path, sync: bool) -> dict[str, dict[str, int]]:
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
-    return {str(path.relative_to(folder)): _checksum(path, sync) for path in paths}
+    found = {str(path.relative_to(folder)): _checksum(path, sync) for path in paths}
+    if sync:  # a file is there after a crash only if its name in its folder is
+        for inner in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
+            _sync(inner)
+    return found
 
 
 def _checksum(path: Path, sync: bool) -> dict[str, int]:

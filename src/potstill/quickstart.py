@@ -14,6 +14,7 @@ from potstill.recipe import load_recipe
 from potstill.report import write_report
 from potstill.shipped import locate
 from potstill.training.loop import train
+from potstill.training.run import refuse_many_processes
 from potstill.training.setup import assemble
 
 PROMPT = "The people of the United States"
@@ -23,6 +24,7 @@ OTHER_TOKENIZER = ["student.tokenizer=shipped:tokenizers/pieces-1k", "loss.ce_we
 def quickstart(out: Path, seed: int = 0, steps: int = 400) -> dict[str, dict[str, Any]]:
     """Train the same student on the text alone and from the teacher, and one with another tokenizer from the same teacher; give
     the evaluations by name."""
+    refuse_many_processes()
     console = Console(soft_wrap=True)
     torch.set_num_threads(1)  # models this small gain nothing from more, and lose much where cores are shared
     console.print(
@@ -42,8 +44,8 @@ def quickstart(out: Path, seed: int = 0, steps: int = 400) -> dict[str, dict[str
     for name, recipe in recipes.items():
         console.rule(name)
         runs[name] = train(recipe)
-        if runs[name].stopped_by or runs[name].evaluation is None:
-            return results
+        if runs[name].exit_code:
+            raise SystemExit(runs[name].exit_code)
         results[name] = runs[name].evaluation or {}
     results["teacher"] = _of_teacher(distil)
     page = write_report([run.folder for run in runs.values()], out / "report.html")

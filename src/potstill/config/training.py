@@ -146,7 +146,10 @@ class CheckpointConfig(Section):
     """What is saved, and how a run goes on. A checkpoint is also written at the end, when the run is stopped, and when an
     evaluation is the best so far."""
 
-    every: Positive | None = Field(None, description="steps between checkpoints; default: none but those named above")
+    every: Positive | None = Field(None, description="steps between checkpoints; default: by time only")
+    every_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        15, description="minutes after a checkpoint before there is another: what a crash can cost; null: by steps only"
+    )
     keep: Positive = Field(2, description="how many of the newest to keep (the best is kept besides)")
     resume: Literal["auto", "never", "anyway"] = Field(
         "auto",

@@ -10,6 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from potstill.files import model_damage
 from potstill.shipped import locate
 from potstill.types import PotstillError
 
@@ -28,6 +29,15 @@ def quiet() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+def refuse_damaged(name: str, where: str, weights: bool = True) -> None:
+    """A checkpoint that is not what was written any more would load, and give wrong numbers."""
+    if what := model_damage(Path(locate(name)), weights):
+        raise PotstillError(
+            f"{where}: the checkpoint of {name} is damaged ({what}): use another, or go on with that run, which goes back to a "
+            "whole one"
+        )
 
 
 @contextmanager

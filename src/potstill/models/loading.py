@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
 from potstill.models.language_model import LanguageModel, backbone
-from potstill.models.libraries import check_counts, loading, reason
+from potstill.models.libraries import check_counts, loading, reason, refuse_damaged
 from potstill.models.probe import probed
 from potstill.models.tokenizer import ids_without_rows, load_tokenizer
 from potstill.shipped import locate
@@ -103,6 +103,7 @@ def _other_parts(model: PreTrainedModel) -> list[str]:
 
 
 def _pretrained(name: str, where: str, config: StudentConfig | TeacherConfig, **options: Any) -> PreTrainedModel:
+    refuse_damaged(name, where)
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}

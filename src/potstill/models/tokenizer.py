@@ -11,7 +11,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
 
 from potstill.models.language_model import LanguageModel
-from potstill.models.libraries import loading
+from potstill.models.libraries import loading, refuse_damaged
 from potstill.shipped import locate
 from potstill.types import PotstillError
 
@@ -21,6 +21,7 @@ WORDS = ("Hello", "wörld,", "日本語", "spaces", "don't", "2024", "x=1;")  # 
 def load_tokenizer(
     name: str, where: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerFast:
+    refuse_damaged(name, where, weights=False)
     with loading(name, where, "tokenizer"):
         tokenizer = _loaded(name, where, revision, trust_remote_code)
         _check_keeps_text(tokenizer, f"{where}: the tokenizer of {name}")

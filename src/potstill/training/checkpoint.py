@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from potstill.files import damage, new_folder, point, remove_unfinished, write_text
+from potstill.files import damage, new_folder, point, remove_folder, remove_unfinished, write_text
 from potstill.models import LanguageModel, quiet
 from potstill.training.state import save_state
 from potstill.types import PotstillError
@@ -46,13 +46,16 @@ class Progress:
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, warn: Callable[[str], None]) -> None:
         self.folder = folder
         self.keep = keep
+        self._warn = warn
+        self._said: set[str] = set()
 
     def prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(self.folder)
+        for left in remove_unfinished(self.folder):
+            self._warn(f"{left}, which an earlier process left, cannot be removed")
 
     def at(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -81,19 +84,19 @@ class Checkpoints:
         self._settle(progress)
         return path
 
-    def newest(self, warn: Callable[[str], None]) -> tuple[Path, Progress] | None:
+    def newest(self) -> tuple[Path, Progress] | None:
         """The newest checkpoint that is whole. A damaged one is reported and the one before is used."""
         damaged = []
         for path in reversed(self.all()):
             if reason := damage(path):
                 damaged.append(path)
-                warn(f"checkpoint {path} is damaged ({reason}); trying the one before")
+                self._warn(f"checkpoint {path} is damaged ({reason}); trying the one before")
                 continue
             for bad in damaged:  # out of the way, for the run will write this step anew; but not lost
                 aside = bad.with_name(f"damaged-{bad.name}")
                 shutil.rmtree(aside, ignore_errors=True)
-                warn(f"moved the damaged {bad.name} to {bad.rename(aside)}")
-            progress = Progress(**json.loads((path / "progress.json").read_text()))
+                self._warn(f"moved the damaged {bad.name} to {bad.rename(aside)}")
+            progress = _progress(path)
             if progress.best_step is not None and not self.at(progress.best_step).exists():
                 progress = replace(progress, best_step=None, best_bits_per_byte=None)  # a later best had replaced it
             self._settle(progress)
@@ -103,11 +106,41 @@ class Checkpoints:
         return None
 
     def _settle(self, progress: Progress) -> None:
-        """Links and number of checkpoints as they should be with this one the newest; a kill may have come between."""
-        point(self.folder / "latest", self.at(progress.step))
-        if progress.best_step is not None:
-            point(self.folder / "best", self.at(progress.best_step))
-        kept = {self.at(progress.best_step)} if progress.best_step is not None else set()
+        """Links and number of checkpoints as they should be with this one the newest; a kill may have come between. What the
+        file system refuses is no reason to end a run, whose checkpoint is in place."""
+        best = None if progress.best_step is None else self.at(progress.best_step)
+        self._point("latest", self.at(progress.step))
+        if best is not None:
+            self._point("best", best)
         for path in self.all()[: -self.keep]:
-            if path not in kept:
-                shutil.rmtree(path)
+            if path != best:
+                try:
+                    remove_folder(path)
+                except OSError as error:
+                    self._once(f"old checkpoints in {self.folder} cannot be removed ({error.strerror or error})")
+
+    def _point(self, name: str, path: Path) -> None:
+        link = self.folder / name
+        try:
+            copied = point(link, path)
+        except OSError as error:
+            self._once(f"{link} cannot be made a link ({error.strerror or error}): the {name} checkpoint is {path}")
+            return
+        if copied is not None:
+            self._warn(f"{link} was a folder and no link, as copies have it: it is now {copied}, which may be removed")
+
+    def _once(self, message: str) -> None:
+        """The same trouble comes again with every checkpoint, and is told once."""
+        about = message.split(" (")[0]
+        if about not in self._said:
+            self._said.add(about)
+            self._warn(message)
+
+
+def _progress(path: Path) -> Progress:
+    try:
+        return Progress(**json.loads((path / "progress.json").read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise PotstillError(
+            f"{path / 'progress.json'} is of another version of potstill ({error}): choose another folder with run="
+        ) from error

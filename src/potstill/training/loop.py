@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,12 @@ from potstill.sections import value_at
 from potstill.teachers.several import Prepared
 from potstill.teachers.weighing import ask, complete
 from potstill.training.checkpoint import Progress
-from potstill.training.diagnosis import Diverged, diagnose, refuse_broken_weights
+from potstill.training.diagnosis import Diverged, diagnose
 from potstill.training.feed import count_steps, open_feed
 from potstill.training.metrics import Stopwatch, peak_memory_bytes, watchers
 from potstill.training.optimizer import lr_factor, set_lr
 from potstill.training.run import Callback, Run
+from potstill.training.saver import Saver
 from potstill.training.setup import Parts, assemble, open_run, resume
 from potstill.training.state import random_state, set_random_state
 from potstill.training.stop import StopSignal
@@ -34,48 +36,42 @@ from potstill.training.student import SAMPLED, SUMS, LossKnobs
 from potstill.types import Batch, PotstillError, Target, Teacher
 
 
-def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[Callback] = ()) -> Run:
-    """Run a recipe to its end, or from where it stopped to its end."""
+def train(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    callbacks: Sequence[Callback] = (),
+    seconds: Callable[[], float] = time.monotonic,
+) -> Run:
+    """Run a recipe to its end, or from where it stopped to its end. `seconds`: the clock of checkpoint.every_minutes."""
     recipe, console = load_recipe(recipe), Console(soft_wrap=True)
-    run, checkpoints = open_run(recipe)
+
+    def warn(message: str) -> None:
+        console.print(message, style="yellow", highlight=False, markup=False)
+
+    run, checkpoints = open_run(recipe, warn)
     parts = assemble(recipe)
-    _say(console, parts.notes)
+    for note in parts.notes:
+        warn(note)
     progress = resume(recipe, run, parts, checkpoints, console, count_steps)
-    watching = [*watchers(recipe, console), *callbacks]
+    watching = [*watchers(recipe, console, warn), *callbacks]
     clock = Stopwatch()
 
     with ExitStack() as stack:
         stop = stack.enter_context(StopSignal())
         waiting = open_feed(recipe, parts, progress, run.folder, run.checkpoint, lambda: stop.signal is not None)
         feed = stack.enter_context(waiting)
-        _say(console, feed.notes)
+        for note in feed.notes:
+            warn(note)
         for teacher in parts.teachers:  # before the feed, whose threads may wait for a server
             stack.callback(teacher.close)
         for watcher in watching:
             watcher.started(run)
             stack.callback(watcher.ended, run)
-
-        def save() -> None:
-            refuse_broken_weights(parts.module, run.step)
-            state = progress.data or {}
-            run.checkpoint = checkpoints.save(
-                progress, parts.student, parts.module, parts.optimizers, lambda folder: feed.save(folder, state)
-            )
-            run.best = None if progress.best_step is None else checkpoints.at(progress.best_step)
-            for watcher in watching:
-                watcher.saved(run, run.checkpoint)
-
-        def keep() -> bool:
-            """Save what is not saved yet; whether there was something."""
-            new = run.step > 0 and run.checkpoint != checkpoints.at(run.step)
-            if new:
-                save()
-            return new
+        saver = Saver(recipe.checkpoint, run, parts, checkpoints, feed, watching, seconds)
 
         while run.step < run.total_steps and not run.stopped_by:
             if stop.signal:  # since the last look; before the first step there is nothing to save
                 run.stopped_by = stop.signal
-                keep()
+                saver.keep(progress)
                 break
             random = random_state(parts.device)  # of which the micro-batches of a step that is not taken draw
             try:
@@ -84,7 +80,7 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
                 if following is None and recipe.policy.writes and recipe.train.epochs is not None:
                     run.total_steps = run.step  # fewer than were counted: some answers had nothing in them
                     progress = replace(progress, total_steps=run.step)
-                    keep()
+                    saver.keep(progress)
                     break
                 if following is None:
                     raise PotstillError(
@@ -96,13 +92,13 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
             except StoppedWaiting:  # for a server that is away, say. The step is not taken
                 run.stopped_by = stop.signal
                 set_random_state(random, parts.device)
-                keep()
+                saver.keep(progress)
                 break
             except Diverged:
                 raise
             except PotstillError as error:  # of a server that stays away, of a record: the steps so far are sound
                 set_random_state(random, parts.device)
-                if keep():
+                if saver.keep(progress):
                     raise PotstillError(f"{error}; the run is saved at step {run.step}") from error
                 raise
             run.step, run.counts = run.step + 1, window.counts
@@ -119,23 +115,19 @@ def train(recipe: str | Path | Mapping[str, Any] | Recipe, callbacks: Sequence[C
                 watcher.stepped(run, metrics)
 
             last = run.step == run.total_steps
-            if recipe.eval is not None and (last or _due(run.step, recipe.eval.every)):
+            ends = last or (run.asked_to_stop and not stop.signal)  # after a signal there is no time to evaluate
+            if recipe.eval is not None and (ends or _due(run.step, recipe.eval.every)):
                 run.evaluation = {"step": run.step, **parts.evaluate()}
                 progress = _with_best(progress, run.evaluation["bits_per_byte"])
                 for watcher in watching:
                     watcher.evaluated(run, run.evaluation)
             # Read once: the step a run ends at is a step it saves.
             run.stopped_by = None if last else stop.signal or run.asked_to_stop
-            if last or run.stopped_by or _due(run.step, recipe.checkpoint.every) or progress.best_step == run.step:
-                save()
+            if last or run.stopped_by or progress.best_step == run.step or saver.due():
+                saver.save(progress)
     if recipe.checkpoint.push_to_hub and run.step == run.total_steps:
         _push(parts, recipe.checkpoint.push_to_hub)
     return run
-
-
-def _say(console: Console, notes: Sequence[str]) -> None:
-    for note in notes:
-        console.print(note, style="yellow", highlight=False, markup=False)
 
 
 def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock: Stopwatch) -> dict[str, Any]:

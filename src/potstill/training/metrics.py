@@ -5,23 +5,30 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from potstill.config import Recipe
-from potstill.files import could_not_write, write_text
+from potstill.files import could_not_write, json_lines, write_bytes
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 LEAST_COVERED = 0.9  # of the bytes, below which a user should know
 METRICS, EVALS = "metrics.jsonl", "evals.jsonl"
+
+Warn = Callable[[str], None]
 
 
 class Stopwatch:
@@ -52,9 +59,12 @@ def peak_memory_bytes(device: torch.device) -> int:
 class JsonLines(Callback):
     """metrics.jsonl, an object a step, and evals.jsonl, an object an evaluation."""
 
+    def __init__(self, warn: Warn) -> None:
+        self._warn = warn
+
     def started(self, run: Run) -> None:
         for name in (METRICS, EVALS):
-            keep_until(run.folder / name, run.step)
+            keep_until(run.folder / name, run.step, self._warn)
         self._metrics = open(run.folder / METRICS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._evals = open(run.folder / EVALS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
@@ -76,23 +86,48 @@ class JsonLines(Callback):
             raise could_not_write(Path(file.name), error) from error
 
 
-def whole_lines(path: Path) -> list[str]:
-    """The lines of a log, without one torn by a kill. Split at newlines only: samples may hold other line separators."""
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
-
-
-def keep_until(path: Path, step: int) -> None:
-    """Drop lines of steps that will be taken again after a resume, and a line torn by a kill."""
+def keep_until(path: Path, step: int, warn: Warn) -> None:
+    """Drop lines of steps that will be taken again after a resume. Lines that cannot be read are set aside, and so are those of
+    an attempt that had no checkpoint yet."""
     if not path.exists():
         return
-    write_text(path, "".join(line + "\n" for line in whole_lines(path) if json.loads(line)["step"] <= step))
+    lines = list(json_lines(path))
+    if bad := [number for number, (_, record) in enumerate(lines, 1) if record is None]:
+        damaged = path.with_name(f"{path.name}.damaged")
+        before = damaged.read_bytes() if damaged.exists() else b""
+        write_bytes(damaged, before + b"".join(_ended(lines[number - 1][0]) for number in bad))
+        which = f"line {bad[0]}" if len(bad) == 1 else f"{len(bad)} lines, the first of them {bad[0]},"
+        warn(f"{path}: {which} cannot be read, and is now in {damaged.name}")
+    good = [(line, record["step"]) for line, record in lines if record is not None]
+    if step == 0 and good:
+        aside = next(p for n in count(1) if not (p := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
+        write_bytes(aside, b"".join(_ended(line) for line, _ in good))
+        last = max(taken for _, taken in good)
+        steps = f"steps 1–{last}" if last > 1 else "step 1"
+        warn(
+            f"{steps} of an earlier attempt had no checkpoint: starting again at step 1; its {path.name} is kept as {aside}"
+        )
+    write_bytes(path, b"".join(_ended(line) for line, taken in good if taken <= step))
+
+
+def _ended(line: bytes) -> bytes:
+    """The last line of a file may lack its end."""
+    return line if line.endswith(b"\n") else line + b"\n"
 
 
 class TensorBoard(Callback):
+    """What it cannot write ends no run: it is told once, and metrics.jsonl has the same numbers."""
+
+    def __init__(self, warn: Warn) -> None:
+        self._warn = warn
+        self._writer: SummaryWriter | None = None
+
     def started(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=run.step + 1)
+        self._before, threading.excepthook = threading.excepthook, self._in_thread
+        with self._watched():
+            self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=run.step + 1)
 
     def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
         self._write("train", metrics)
@@ -101,12 +136,29 @@ class TensorBoard(Callback):
         self._write("eval", evaluation)
 
     def ended(self, run: Run) -> None:
-        self._writer.close()
+        with self._watched():
+            if self._writer is not None:
+                self._writer.close()
+        threading.excepthook = self._before
 
     def _write(self, section: str, record: Mapping[str, Any]) -> None:
-        for key, value in record.items():
-            if key != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(f"{section}/{key}", value, record["step"])
+        with self._watched():
+            for key, value in record.items():
+                if self._writer is not None and key != "step" and isinstance(value, int | float):
+                    self._writer.add_scalar(f"{section}/{key}", value, record["step"])
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of a library, which raises what the file system and its own thread do
+            self._writer = None
+            self._warn(f"log.tensorboard: writing its events failed ({error}); this run goes on without them")
+
+    def _in_thread(self, thrown: threading.ExceptHookArgs) -> None:
+        """Its thread raises what `_watched` tells."""
+        if thrown.thread is None or not type(thrown.thread).__module__.startswith("tensorboard"):
+            self._before(thrown)
 
 
 class Wandb(Callback):
@@ -236,11 +288,11 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def watchers(recipe: Recipe, console: Console) -> list[Callback]:
+def watchers(recipe: Recipe, console: Console, warn: Warn) -> list[Callback]:
     """What every run is watched by, as the recipe's log section says."""
     makers: list[tuple[bool, Callable[[], Callback]]] = [
-        (True, JsonLines),
-        (recipe.log.tensorboard, TensorBoard),
+        (True, lambda: JsonLines(warn)),
+        (recipe.log.tensorboard, lambda: TensorBoard(warn)),
         (recipe.log.wandb is not None, lambda: Wandb(recipe.log.wandb or "", recipe)),
         (True, lambda: Display(console, recipe.log.every)),
         (bool(recipe.teachers), lambda: Coverage(console)),

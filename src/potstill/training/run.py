@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,11 @@ class Run:
         assert self.checkpoint is not None, "nothing was saved yet"
         return self.checkpoint / "model"
 
+    @property
+    def exit_code(self) -> int:
+        """Of the command, as shells have it: 143 after SIGTERM, 130 after Ctrl-C; 0 after the last step and after stop()."""
+        return {"SIGTERM": 143, "SIGINT": 130}.get(self.stopped_by or "", 0)
+
     def stop(self, reason: str = "a callback") -> None:
         """End the run after the step under way, with a checkpoint; the same recipe goes on from there."""
         self.asked_to_stop = reason
@@ -51,3 +57,15 @@ class Callback:
 
     def ended(self, run: Run) -> None:
         """When the run is over, whether by its last step, a signal or an error."""
+
+
+def refuse_many_processes() -> None:
+    """Each would train alone, and all but one be locked out of the run's folder."""
+    processes = os.environ.get("WORLD_SIZE") or "1"
+    if processes != "1":
+        from potstill.types import PotstillError  # with torch, which `import potstill` is not to wait for
+
+        raise PotstillError(
+            f"training runs in one process, and this is one of {processes} (WORLD_SIZE): start it without torchrun, or with "
+            "--nproc-per-node 1 --nnodes 1"
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from potstill.config import DataConfig, Recipe
 from potstill.data import Windows, count_windows
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.evals.own_text import OwnText
-from potstill.files import write_text
+from potstill.files import json_lines, remove_unfinished, write_text
 from potstill.models import LanguageModel, backbone, check_fit, difference, load_student
 from potstill.models.dropout import set_dropout
 from potstill.parallel.mesh import pick_device
@@ -27,7 +26,7 @@ from potstill.recipe import changed_keys, load_recipe, recipe_yaml
 from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.several import Faculty, as_teachers_need, count_left, open_teachers
 from potstill.training.checkpoint import Checkpoints, Progress
-from potstill.training.metrics import EVALS, whole_lines
+from potstill.training.metrics import EVALS, METRICS
 from potstill.training.optimizer import make_optimizers
 from potstill.training.run import Run
 from potstill.training.state import load_state
@@ -65,10 +64,10 @@ class Parts:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
 
-def open_run(recipe: Recipe) -> tuple[Run, Checkpoints]:
+def open_run(recipe: Recipe, warn: Callable[[str], None]) -> tuple[Run, Checkpoints]:
     """The run's folder, locked for this process."""
     folder = Path(recipe.run)
-    checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep)
+    checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep, warn)
     used = bool(checkpoints.all())
     if used and recipe.checkpoint.resume == "never":
         raise PotstillError(
@@ -84,6 +83,8 @@ def open_run(recipe: Recipe) -> tuple[Run, Checkpoints]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
+        for name in (RECIPE, METRICS, EVALS):  # which only the holder of the lock writes
+            remove_unfinished(folder, f"*-{name}")
         checkpoints.prepare()
     except OSError as error:
         raise PotstillError(f"run: cannot write to {folder} ({error.strerror or error})") from error
@@ -231,7 +232,7 @@ def resume(
     recipe: Recipe, run: Run, parts: Parts, checkpoints: Checkpoints, console: Console, count_written: CountSteps
 ) -> Progress:
     """Put the newest whole checkpoint into the parts; without one, a fresh start. Saves the resolved recipe."""
-    found = checkpoints.newest(lambda message: console.print(message, style="yellow", highlight=False, markup=False))
+    found = checkpoints.newest()
     if found is None:
         total = recipe.train.steps or _count_steps(recipe, parts, console, count_written)
         progress = Progress(0, 0, None, {}, total, None, None, teachers=parts.identities)
@@ -262,8 +263,8 @@ def resume(
 
 
 def _last_evaluation(path: Path, step: int) -> dict[str, Any] | None:
-    records = [json.loads(line) for line in whole_lines(path)] if path.exists() else []
-    return next((r for r in reversed(records) if r["step"] <= step), None)
+    records = [record for _, record in json_lines(path) if record is not None and record["step"] <= step]
+    return records[-1] if records else None
 
 
 def _count_steps(recipe: Recipe, parts: Parts, console: Console, count_written: CountSteps) -> int:
