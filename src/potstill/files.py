@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -15,6 +16,18 @@ from potstill.types import PotstillError
 
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
+
+
+def lock(path: Path, how: int) -> int:
+    """A handle on a file that is locked as `fcntl.flock` is told, until the handle is closed or its process ends, however it
+    ends. BlockingIOError: another has it."""
+    handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, how)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
 
 
 def write_text(path: Path, text: str) -> None:

@@ -123,6 +123,43 @@ def test_two_processes_killed_half_way(
     assert content(out) == content(whole)
 
 
+HOLD = """
+import sys
+from pathlib import Path
+import torch
+from potstill.config import DataConfig, StoreConfig, TeacherConfig
+from potstill.models import load_teacher
+from potstill.teachers.build import build
+
+def hold(_):
+    print("computing", flush=True)
+    sys.stdin.readline()
+
+teacher, text, out = sys.argv[1:]
+model = load_teacher(TeacherConfig(model=teacher), torch.device("cpu"), "teacher", "teacher")
+data = DataConfig.model_validate({"sources": [{"files": text}], "piece_bytes": 4096})
+build(model, StoreConfig(k=8), data, Path(out), name=teacher, batch_tokens=24, progress=hold)
+"""
+
+
+def test_a_second_command_does_not_discard_a_live_build(
+    tmp_path: Path, tiny_teacher: Path, many_texts: Path, command: Callable[..., Any]
+) -> None:
+    """Held after its first batch, before its first shard."""
+    out = tmp_path / "cache"
+    line = [sys.executable, "-c", HOLD, str(tiny_teacher), str(many_texts), str(out)]
+    first = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None and first.stdout.readline() == "computing\n"
+    assert shards(out) == 0
+    again = ("cache", "build", tiny_teacher, "--data", many_texts, "--out", out)
+    done = command(*again, "--k", 16)
+    assert done.code == 1 and f"another process is building {out}, with another signal (k 8, now 16)" in done.err
+    first.communicate(timeout=PATIENCE)
+    assert first.returncode == 0 and len(content(out)) == 300
+    done = command(*again, "--k", 8)
+    assert done.code == 0 and "0 documents added" in done.out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_command_killed_at_20_moments(tmp_path: Path, tiny_teacher: Path, many_texts: Path, world: int) -> None:

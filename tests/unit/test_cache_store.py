@@ -657,16 +657,63 @@ def test_the_same_teacher_under_another_name_is_the_same(three):
 def test_an_empty_cache_is_made_anew_with_other_settings(folder):
     """A command that failed before its first document leaves one: its settings must not bind the command that is right."""
     (folder / "tokenizer" / "tokenizer.json").write_text("[]")
-    late = Writer(folder)
     create(folder, {**IDENTITY, "piece_bytes": 10}, fill)
     assert read_manifest(folder)["piece_bytes"] == 10 and verify(folder).damage == []
     assert not list(folder.glob(f"{UNFINISHED}*"))
-    late.add(key_of(1), *document(1))
-    assert f"{folder} was empty, and another command has made it anew" in refused(late.flush)
-    assert shard_names(folder) == []
     write(folder, range(3))
     assert readable(folder) == {0, 1, 2}
     assert "another piece bytes (10, now 4096)" in refused(lambda: new_cache(folder))
+
+
+def test_an_empty_cache_is_not_made_anew_while_somebody_fills_it(folder):
+    """Until its first shard a build looks as if it had failed. Who has the same settings shares it."""
+    builder = create(folder, IDENTITY, fill)
+    beside = folder / f"{UNFINISHED}123-shard"
+    beside.write_bytes(b"")
+    assert refused(lambda: create(folder, {**IDENTITY, "piece_bytes": 10}, fill)) == (
+        f"another process is building {folder}, with another piece bytes (4096, now 10): wait for it, or choose another folder"
+    )
+    second = create(folder, IDENTITY, fill)
+    assert beside.exists(), "it may be a live writer's"
+    for writer, number in ((builder, 1), (second, 2)):
+        writer.add(key_of(number), *document(number))
+        writer.flush()
+        writer.close()
+    assert readable(folder) == {1, 2}
+
+
+def test_a_manifest_that_is_changed_under_a_writer(folder):
+    writer = Writer(folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "piece_bytes": 10}))
+    writer.add(key_of(1), *document(1))
+    assert "manifest.json was changed while this command was building" in refused(writer.flush)
+    assert shard_names(folder) == []
+
+
+def hold(folder: Path, ready) -> None:
+    """Build, until it is killed."""
+    writer = create(folder, IDENTITY, fill)
+    (folder / f"{UNFINISHED}1-shard").write_bytes(b"half")
+    ready.release()
+    time.sleep(600)
+    writer.close()
+
+
+def test_a_killed_process_holds_nothing_and_what_it_left_is_removed(tmp_path):
+    folder, context = tmp_path / "cache", multiprocessing.get_context("fork")
+    ready = context.Semaphore(0)
+    process = context.Process(target=hold, args=(folder, ready))
+    process.start()
+    ready.acquire()
+    other = {**IDENTITY, "piece_bytes": 10}
+    assert f"another process is building {folder}" in refused(lambda: create(folder, other, fill))
+    new_cache(folder)
+    assert (folder / f"{UNFINISHED}1-shard").exists()
+    process.kill()
+    process.join()
+    create(folder, other, fill)
+    assert read_manifest(folder)["piece_bytes"] == 10 and not list(folder.glob(f"{UNFINISHED}*"))
 
 
 def test_a_shard_that_a_killed_writer_did_not_list_is_content(three):

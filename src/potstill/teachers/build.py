@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,7 +23,7 @@ import numpy as np
 
 from potstill.config import DataConfig, StoreConfig
 from potstill.data import Piece
-from potstill.files import MANIFEST, UNFINISHED
+from potstill.files import MANIFEST
 from potstill.models import LanguageModel
 from potstill.teachers.codec import NOTHING, Signal, encode, to_bytes
 from potstill.teachers.manifest import HEAD, PROBE, TOKENIZER, part, read_manifest, signal_keys
@@ -36,14 +35,13 @@ from potstill.teachers.reading import (
     piece_bytes,
     pieces_of,
 )
-from potstill.teachers.store import SHARD_BYTES, Cache, Writer, adopt, begun_cache, create
+from potstill.teachers.store import SHARD_BYTES, Cache, adopt, begun_cache, create
 from potstill.types import Example, PotstillError
 
 GROUP_PIECES = 2048  # sorted by length together
 SHARD_SECONDS = 60.0  # at most so much work is lost when a build is killed
 BATCH_TOKENS = 4096  # of a forward pass
 WAITING = 4  # batches whose signal waits to be packed and written
-STALE_SECONDS = 600.0  # an unfinished file older than this has no writer any more
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,12 @@ class Scribe:
             "chat": {"template": found.template, "kwargs": _chat_kwargs(data, folder)},
             "piece_bytes": piece_bytes(data),
         }
-        create(folder, identity, self._beside)
-        self._check_probe(folder)
-        self.writer = Writer(folder)
-        self._remove_stale(folder)
+        self.writer = create(folder, identity, self._beside)
+        try:
+            self._check_probe(folder)
+        except PotstillError:
+            self.writer.close()
+            raise
         self.documents = self.tokens = self.bytes = 0
         self._rest = np.zeros(2)  # rows, and the sum of their rests' masses
         self._shard_seconds = shard_seconds
@@ -134,13 +134,6 @@ class Scribe:
                 f"{folder} was built with another model than the server has now, though both are called "
                 f"{self.origin.identity.name}: choose another folder"
             )
-
-    @staticmethod
-    def _remove_stale(folder: Path) -> None:
-        for left in folder.glob(f"{UNFINISHED}*"):
-            with suppress(FileNotFoundError):  # its writer has just finished it
-                if time.time() - left.stat().st_mtime > STALE_SECONDS:
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def add(self, pieces: Sequence[Piece], batch_tokens: int = BATCH_TOKENS) -> int:
         """Compute some documents. Gives how many have nothing to predict in them: they are stored as nothing, for else they
@@ -249,6 +242,7 @@ class Scribe:
         finally:
             self.origin.close()  # first: what waits for a server would hold the worker up
             self._worker.shutdown()
+            self.writer.close()
 
 
 def _chat_kwargs(data: DataConfig, folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -71,9 +71,14 @@ def convert_cache(
         identity["imported"] = {**kept["imported"], "rest": "partial"}
     del identity["format"], identity["version"]
 
-    create(out, identity, lambda folder: _copy_beside(cache, folder))
-    there = Cache(out)
-    writer = Writer(out)
+    with closing(create(out, identity, lambda folder: _copy_beside(cache, folder))) as writer:
+        added, old, tokens = _convert(cache, form, writer, progress)
+    return Converted(added, old, tokens, cache.form.rest - form.rest)
+
+
+def _convert(cache: Cache, form: Format, writer: Writer, progress: Callable[[int, int], None]) -> tuple[int, int, int]:
+    """Documents added, documents that were there, and tokens."""
+    there = Cache(writer.folder)
     added = old = tokens = 0
     for shard in cache.shards:
         keys = [bytes(key).hex() for key in shard.keys]
@@ -82,7 +87,7 @@ def convert_cache(
         waiting: list[tuple[str, Document]] = []
         rows = 0
         for number in missing:
-            document = shard.document(number, cache.form, source)
+            document = shard.document(number, cache.form, cache.folder)
             waiting.append((keys[number], document))
             rows += int(document.predicted.sum())
             if rows >= ROWS_AT_ONCE:
@@ -95,7 +100,7 @@ def convert_cache(
             writer.flush()
         progress(added + old, len(cache))
     writer.flush()
-    return Converted(added, old, tokens, cache.form.rest - form.rest)
+    return added, old, tokens
 
 
 def _smaller(cache: Cache, k: int | None, temperatures: Sequence[float] | None) -> Format:

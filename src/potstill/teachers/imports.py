@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -97,11 +97,10 @@ def import_cache(
     if values == "auto" and layout == "maxtext" and "normaliser" not in named:
         values = "logits"  # its script keeps what the head gives
     kind = _Kind.of(first, files[0], len(words.tokenizer), values, k, temperatures)
-    _start(out, words, kind, layout, teacher_name)
     counts: Counter[str] = Counter()
     seen: set[str] = set()
-    writer, there = Writer(out), Cache(out)
-    with _lines(texts) as write_line:
+    with closing(_start(out, words, kind, layout, teacher_name)) as writer, _lines(texts) as write_line:
+        there = Cache(out)
         for number, file in enumerate(files):
             progress(number, len(files))
             for record in READERS[layout](file, named):
@@ -153,7 +152,7 @@ def _lines(path: Path | None) -> Iterator[Callable[[str], None]]:
         beside.unlink(missing_ok=True)
 
 
-def _start(out: Path, words: _Words, kind: _Kind, layout: str, teacher_name: str) -> None:
+def _start(out: Path, words: _Words, kind: _Kind, layout: str, teacher_name: str) -> Writer:
     identity = {
         "kind": "top_k",
         "signal": signal_keys(kind.form),
@@ -169,7 +168,7 @@ def _start(out: Path, words: _Words, kind: _Kind, layout: str, teacher_name: str
             f"{out} is a cache of {there['teacher']['model']}, and what is imported is of {teacher_name}: choose another "
             "folder (--out)"
         )
-    create(out, identity, lambda folder: words.tokenizer.save_pretrained(folder / "tokenizer"))
+    return create(out, identity, lambda folder: words.tokenizer.save_pretrained(folder / "tokenizer"))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import threading
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from potstill.files import (
     checksums,
     checksums_differ,
     could_not_write,
+    lock,
     refusal,
     remove,
     write_bytes,
@@ -46,6 +48,9 @@ from potstill.teachers.manifest import (
 from potstill.teachers.shard import Shard, checksum, damaged, open_shard, shard_names, whole
 from potstill.types import PotstillError
 
+LOCK = ".lock"  # of who changes the manifest
+WRITERS = ".writers"  # shared by all who write: as long as one does, an empty cache is no failed command's
+LOCKS = (LOCK, WRITERS)
 SHARD_BYTES = 128 * 2**20
 
 
@@ -164,10 +169,12 @@ class Cache:
 
 
 class Writer:
-    """Adds documents to a cache. They can be lost until `flush` has returned, never be half there."""
+    """Adds documents to a cache. They can be lost until `flush` has returned, never be half there. Until it is closed, nobody
+    makes the cache anew with other settings."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.close = weakref.finalize(self, os.close, lock(folder / WRITERS, fcntl.LOCK_SH))
         self.identity = identity_of(read_manifest(folder))
         self.size = 0
         self.waiting: dict[str, tuple[int, bytes]] = {}  # key → number of tokens, bytes
@@ -201,7 +208,7 @@ class Writer:
             if identity_of(manifest) != self.identity:
                 (self.folder / name).unlink()
                 raise PotstillError(
-                    f"{self.folder} was empty, and another command has made it anew with other settings: choose another folder"
+                    f"{self.folder / MANIFEST} was changed while this command was building the cache: choose another folder"
                 )
             manifest["shards"][name] = {"documents": len(keys), "tokens": int(tokens.sum())}
             _write_manifest(self.folder, manifest)
@@ -216,36 +223,16 @@ def beside_differs(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     return checksums_differ(folder, manifest["files"])
 
 
-def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
+def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> Writer:
     """Make the cache, or check that the one that is there is of the same teacher, text and signal; one that a failed command
-    left empty is made anew. `fill(folder)` writes what stands beside the shards; again, where it is missing or damaged."""
+    left empty is made anew. `fill(folder)` writes what stands beside the shards; again, where it is missing or damaged. Gives
+    who adds to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
-            begun = folder / f"{UNFINISHED}cache"  # what a killed process left here is ours to write again
-            manifest = read_manifest(folder) if os.path.lexists(folder / MANIFEST) else None
-            if manifest is not None and _differing(manifest, identity) and is_empty(folder, manifest):
-                beside_differs(folder, manifest)  # before anything is removed: no links
-                write_bytes(begun, b"")
-                for name in (MANIFEST, *manifest["files"]):
-                    part(folder, name).unlink(missing_ok=True)
-                manifest = None
-            if manifest is not None:
-                _check_same(folder, manifest, identity)
-                begun.unlink(missing_ok=True)
-                if beside_differs(folder, manifest):
-                    _fill(folder, manifest, fill)
-                return
-            others = sorted(name for name in os.listdir(folder) if name != LOCK and not name.startswith(UNFINISHED))
-            if others and not begun.exists():
-                raise PotstillError(
-                    f"{folder} is not a cache and not empty (there: {others[0]}): choose another folder"
-                )
-            write_bytes(begun, b"")
-            new = {"format": FORMAT, "version": VERSION, **identity, "files": {}, "shards": {}}
-            check_manifest(new, folder)
-            _fill(folder, new, fill)
-            begun.unlink()
+            with _alone(folder) as alone:
+                _create(folder, identity, fill, alone)
+            return Writer(folder)
     except PotstillError:
         raise
     except Exception as error:  # the libraries that write for us raise many kinds when the disk is full
@@ -253,6 +240,41 @@ def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> None:
         if refused is None:
             raise
         raise could_not_write(folder, refused) from error
+
+
+def _create(folder: Path, identity: Mapping[str, Any], fill: Any, alone: bool) -> None:
+    begun = folder / f"{UNFINISHED}cache"  # what a killed process left here is ours to write again
+    manifest = read_manifest(folder) if os.path.lexists(folder / MANIFEST) else None
+    others = sorted(name for name in os.listdir(folder) if name not in LOCKS and not name.startswith(UNFINISHED))
+    if manifest is None and others and not begun.exists():
+        raise PotstillError(f"{folder} is not a cache and not empty (there: {others[0]}): choose another folder")
+    if alone:  # what is unfinished has no writer any more
+        for left in folder.glob(f"{UNFINISHED}*"):
+            if left != begun:
+                remove(left)
+    if manifest is not None and _differing(manifest, identity) and is_empty(folder, manifest):
+        if not alone:
+            raise PotstillError(
+                f"another process is building {folder}, with another {_difference(manifest, identity)}: wait for it, or choose "
+                "another folder"
+            )
+        beside_differs(folder, manifest)  # before anything is removed: no links
+        write_bytes(begun, b"")
+        for name in (MANIFEST, *manifest["files"]):
+            part(folder, name).unlink(missing_ok=True)
+        manifest = None
+    if manifest is not None:
+        if differs := _difference(manifest, identity):
+            raise PotstillError(f"{folder} is a cache with another {differs}: choose another folder, or its settings")
+        begun.unlink(missing_ok=True)
+        if beside_differs(folder, manifest):
+            _fill(folder, manifest, fill)
+        return
+    write_bytes(begun, b"")
+    new = {"format": FORMAT, "version": VERSION, **identity, "files": {}, "shards": {}}
+    check_manifest(new, folder)
+    _fill(folder, new, fill)
+    begun.unlink()
 
 
 def _fill(folder: Path, manifest: dict[str, Any], fill: Any) -> None:
@@ -300,16 +322,16 @@ def _differing(manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> dict
     return found
 
 
-def _check_same(folder: Path, manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+def _difference(manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
+    """The first thing that differs, in words; nothing where all is the same."""
     for key, (there, here) in _differing(manifest, identity).items():
         if isinstance(there, dict) and isinstance(here, dict):
             parts = [name for name in {**there, **here} if there.get(name) != here.get(name)]
             what = "; ".join(f"{name} {_shown(there.get(name))}, now {_shown(here.get(name))}" for name in parts)
         else:
             what = f"{_shown(there)}, now {_shown(here)}"
-        raise PotstillError(
-            f"{folder} is a cache with another {key.replace('_', ' ')} ({what}): choose another folder, or its settings"
-        )
+        return f"{key.replace('_', ' ')} ({what})"
+    return ""
 
 
 def _shown(value: Any) -> str:
@@ -343,15 +365,25 @@ def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     write_text(folder / MANIFEST, json.dumps({**manifest, **totals, "shards": shards}, indent=1, ensure_ascii=False))
 
 
-LOCK = ".lock"
-
-
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """One process at a time changes the manifest. Readers need no lock: it is replaced whole."""
-    handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
+    handle = lock(folder / LOCK, fcntl.LOCK_EX)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Whether nobody else writes to a cache. Who asks has `locked` it, so that nobody begins to either."""
+    try:
+        handle = lock(folder / WRITERS, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+        return
+    try:
+        yield True
     finally:
         os.close(handle)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from potstill.config import DataConfig, Recipe
 from potstill.data import Windows, count_windows
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.evals.own_text import OwnText
-from potstill.files import json_lines, remove_unfinished, write_text
+from potstill.files import json_lines, lock, remove_unfinished, write_text
 from potstill.models import LanguageModel, backbone, check_fit, difference, load_student
 from potstill.models.dropout import set_dropout
 from potstill.parallel.mesh import pick_device
@@ -98,15 +97,12 @@ def _lock(folder: Path) -> None:
     path = (folder / ".lock").resolve()
     if path in _locks:
         return
-    handle = os.open(path, os.O_CREAT | os.O_RDWR)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _locks[path] = lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(handle)
         raise PotstillError(
             f"another process is training in {folder}: wait for it, or choose another folder ({OTHER_FOLDER})"
         ) from None
-    _locks[path] = handle
 
 
 def assemble(recipe: Recipe) -> Parts:
