@@ -59,8 +59,8 @@ def test_damaged_lines_are_set_aside(copied: Any, capsys: pytest.CaptureFixture[
 
     run = copied(hurt)
     said = capsys.readouterr().out
-    assert f"{run.folder}/metrics.jsonl: line 4 cannot be read, and is now in metrics.jsonl.damaged" in said
-    assert f"{run.folder}/evals.jsonl: line 2 cannot be read, and is now in evals.jsonl.damaged" in said
+    assert f"{run.folder}/metrics.jsonl: line 4 is damaged and set aside in metrics.jsonl.damaged" in said
+    assert f"{run.folder}/evals.jsonl: line 2 is damaged and set aside in evals.jsonl.damaged" in said
     assert [line["step"] for line in lines(run.folder / "metrics.jsonl")] == [1, 2, 3, 5, 6, 7, 8]
     assert [line["step"] for line in lines(run.folder / "evals.jsonl")] == [3, 8]
     for name, line in bad.items():

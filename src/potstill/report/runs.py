@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from potstill.files import json_lines
 from potstill.recipe import read_keys
 from potstill.types import PotstillError
 
-# What a step and an evaluation write. Anything but a number or null under these keys is a broken file; under other keys
+# What a step and an evaluation write. Anything but a number or null under these keys is a damaged line; under other keys
 # only numbers are looked at.
 STEP_KEYS = frozenset(
     {
@@ -42,7 +42,7 @@ class Log:
     columns: dict[str, npt.NDArray[np.float64]]  # NaN where a line has no finite number
     odd: dict[str, npt.NDArray[np.int64]]  # key → the steps at which its value is NaN or infinite
     replaced: int  # lines of steps that were taken again after a resume
-    torn: bool  # the last line stopped in its middle and is left out
+    unreadable: tuple[int, ...]  # numbers of damaged and torn lines, which are left out
 
     def last(self, key: str) -> float | None:
         """The value at the last step: NaN if it was not finite, None if there is none."""
@@ -132,49 +132,35 @@ def _read_log(path: Path, numeric: frozenset[str]) -> tuple[Log, tuple[int, tupl
     steps = array("q")
     columns: dict[str, array[float]] = {}
     samples: tuple[int, tuple[Sample, ...]] | None = None
-    torn = False
-    for number, record in _records(path):
-        if record is None:
-            torn = True
-            break
-        step = record.pop("step", None)
-        if type(step) is not int or not 0 <= step < 2**53:
-            raise _malformed(path, number, "`step` is not a whole number from 0 on")
-        if record.get("samples"):
-            samples = (step, _samples(record["samples"], path, number))
+    unreadable: list[int] = []
+    for number, (_, record) in enumerate(json_lines(path), 1):
+        written = None if record is None else _samples(record.get("samples") or [])
+        if record is None or written is None or not _numeric(record, numeric):
+            unreadable.append(number)
+            continue
+        step = record.pop("step")
+        if written:
+            samples = (step, written)
         for key, value in record.items():
-            if type(value) in (int, float) or value is None:
+            if _is_number(value):
                 column = columns.setdefault(key, array("d"))
                 column.extend([math.nan] * (len(steps) - len(column)))
                 column.append(math.nan if value is None else _real(value))
-            elif key in numeric:
-                raise _malformed(path, number, f"`{key}` is neither a number nor null")
         steps.append(step)
     for column in columns.values():
         column.extend([math.nan] * (len(steps) - len(column)))
-    return _log(steps, columns, torn), samples
+    return _log(steps, columns, tuple(unreadable)), samples
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Every line's number and object; None for a last line that stops in its middle."""
-    if not path.is_file():
-        return
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line.decode("utf-8"))
-            except (ValueError, RecursionError):
-                # Only the last line can lack its newline: the run was stopped while it was writing.
-                if not line.endswith(b"\n"):
-                    yield number, None
-                    return
-                raise _malformed(path, number, "it is not JSON") from None
-            if not isinstance(record, dict):
-                raise _malformed(path, number, "it is not a JSON object")
-            yield number, record
+def _numeric(record: Mapping[str, Any], keys: frozenset[str]) -> bool:
+    return all(_is_number(value) for key, value in record.items() if key in keys)
 
 
-def _log(steps: array[int], columns: dict[str, array[float]], torn: bool) -> Log:
+def _is_number(value: Any) -> bool:
+    return value is None or type(value) in (int, float)
+
+
+def _log(steps: array[int], columns: dict[str, array[float]], unreadable: tuple[int, ...]) -> Log:
     at = np.frombuffer(steps, dtype=np.int64) if steps else np.zeros(0, np.int64)
     # A step that comes again was taken again after a resume, and so was all that followed it: a line stands if every
     # later line is of a later step.
@@ -188,7 +174,7 @@ def _log(steps: array[int], columns: dict[str, array[float]], torn: bool) -> Log
         if strange.any():
             odd[key] = at[stands][strange]
         kept[key] = np.where(strange, math.nan, values)
-    return Log(at[stands], kept, odd, int(len(at) - stands.sum()), torn)
+    return Log(at[stands], kept, odd, int(len(at) - stands.sum()), unreadable)
 
 
 def _real(value: int | float) -> float:
@@ -199,15 +185,10 @@ def _real(value: int | float) -> float:
         return math.inf
 
 
-def _samples(value: Any, path: Path, number: int) -> tuple[Sample, ...]:
+def _samples(value: Any) -> tuple[Sample, ...] | None:
+    """None if they are no list of prompts and texts."""
     try:
         found = tuple(Sample(each["prompt"], each["text"]) for each in value)
     except (TypeError, KeyError):
-        found = ()
-    if not found or not all(isinstance(s.prompt, str) and isinstance(s.text, str) for s in found):
-        raise _malformed(path, number, "`samples` is not a list of objects with `prompt` and `text`")
-    return found
-
-
-def _malformed(path: Path, number: int, why: str) -> PotstillError:
-    return PotstillError(f"{path}, line {number}: {why}; put that line right or delete it, then try again")
+        return None
+    return found if all(isinstance(s.prompt, str) and isinstance(s.text, str) for s in found) else None

@@ -94,8 +94,10 @@ def _steps(run: Run) -> str:
 
 def _left_out(run: Run, log: Log, file: str) -> list[str]:
     said = []
-    if log.torn:
-        said.append(f"{run.label}: the last line of {file}.jsonl stops in its middle and is left out")
+    if log.unreadable:
+        first, several = log.unreadable[0], len(log.unreadable) > 1
+        lines = f"{len(log.unreadable):,} lines, from line {first} on," if several else f"line {first}"
+        said.append(f"{run.label}: {lines} of {file}.jsonl cannot be read and {'are' if several else 'is'} left out")
     if log.replaced:
         lines = "1 line" if log.replaced == 1 else f"{log.replaced:,} lines"
         said.append(f"{run.label}: {lines} of {file}.jsonl left out, of steps that were taken again after a resume")

@@ -96,8 +96,8 @@ def keep_until(path: Path, step: int, warn: Warn) -> None:
         damaged = path.with_name(f"{path.name}.damaged")
         before = damaged.read_bytes() if damaged.exists() else b""
         write_bytes(damaged, before + b"".join(_ended(lines[number - 1][0]) for number in bad))
-        which = f"line {bad[0]}" if len(bad) == 1 else f"{len(bad)} lines, the first of them {bad[0]},"
-        warn(f"{path}: {which} cannot be read, and is now in {damaged.name}")
+        which = f"line {bad[0]} is" if len(bad) == 1 else f"{len(bad)} lines, from line {bad[0]} on, are"
+        warn(f"{path}: {which} damaged and set aside in {damaged.name}")
     good = [(line, record["step"]) for line, record in lines if record is not None]
     if step == 0 and good:
         aside = next(p for n in count(1) if not (p := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists())
