@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_tokenizer import CHATML, ids, tiny_tokenizer
 
 from potstill.config import DataConfig, SourceConfig
 from potstill.data.examples import Encoder, json_key, piece_maker
-from potstill.text.chat import ChatRenderer, read_messages, read_tools
+from potstill.text.chat import ChatRenderer, read_messages, read_tools, without_thinking
 from potstill.types import Example, PotstillError
 
 STRIPS_THINKING = (
@@ -332,3 +335,87 @@ def test_messages_and_tools_may_be_json_in_a_string_and_only_a_messages_own_null
     assert read_tools(None, "f") is None
     with pytest.raises(PotstillError, match="f is not a list of tools"):
         read_tools("add", "f")
+
+
+# Hostile texts and templates
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["<think>", "</think>", "a", "\n", "<", "/think>"]), max_size=10).map("".join))
+def test_what_is_no_thinking(text: str) -> None:
+    """Beside its naive twin, which looks through all the rest at each open mark."""
+    naive = re.compile(r"<think>.*?</think>|^(?:(?!<think>).)*</think>|<think>", re.DOTALL)
+    assert without_thinking(text) == naive.split(text)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["<think>" * 300_000, "<think>a" * 300_000, "<think>a</think>b" * 100_000, "</think>" * 300_000, "x" * 2_000_000],
+    ids=["open", "parts", "whole", "closed", "long"],
+)
+def test_a_long_text_of_marks_takes_no_longer_than_another(content: str) -> None:
+    """Two megabytes each; by the square of their length these would take an hour."""
+    renderer = ChatRenderer(tiny_tokenizer(chat_template=CHATML))
+    messages = [U1, {"role": "assistant", "content": content}]
+    (text,) = renderer.render(messages, None, "line 1")
+    ((begin, end),) = text.spans
+    assert text.text[begin:end] == f"{content}<|im_end|>"
+    assert renderer.without_end(text.text, begin, end) == end - len("<|im_end|>")
+
+
+def test_a_long_row_of_special_tokens_is_taken_off_at_once() -> None:
+    text = "word" + "<|im_end|>\n" * 200_000
+    assert ChatRenderer(tiny_tokenizer(chat_template=CHATML)).without_end(text, 0, len(text)) == len("word")
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}"
+ENDLESS = {
+    "loops": (LOOP + "{% endfor %}{% endfor %}", "it takes more than 2,000,000 steps; it may be endless"),
+    "lists": (
+        "{% set many = range(99999) | list %}" + LOOP.replace("range(99999)", "many") + "{% endfor %}{% endfor %}",
+        "it takes more than 2,000,000 steps",
+    ),
+    "output": (
+        "{% set x = 'x' * 99999 %}" + LOOP + "{{ x }}{% endfor %}{% endfor %}",
+        "it writes more than 100,000,000 characters",
+    ),
+    "times": ("{{ 'x' * 10 ** 12 }}", "it writes more than 100,000,000 characters"),
+    "power": ("{{ 9 ** (9 ** 9) }}", "it writes more than 100,000,000 characters"),
+    "plus": (
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "it writes more than 100,000,000 characters",
+    ),
+    "joined": (
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "it writes more than 100,000,000 characters",
+    ),
+    "macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "the chat template refuses the first 2 messages: "),
+}
+
+
+@pytest.mark.parametrize(("template", "words"), ENDLESS.values(), ids=ENDLESS)
+def test_an_endless_template_is_refused(template: str, words: str) -> None:
+    tokenizer = tiny_tokenizer(chat_template=template)
+    tokenizer.name_or_path = "some/model"
+    with pytest.raises(PotstillError) as caught:
+        ChatRenderer(tokenizer).render([U1, A1], None, "chats.jsonl, line 1")
+    assert words in str(caught.value) and str(caught.value).startswith("chats.jsonl, line 1: the chat template ")
+    assert "refuses" in words or "the chat template of some/model is no good: it " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML, STRIPS_THINKING, DEFAULT_SYSTEM, LLAMA_3, TOOLS, OPENS_THOUGHT, PLAIN, LAST_ONLY_EOS, CALLS_AFTER_CONTENT,
+        "{%- for m in messages -%}\n  {% generation %}{{ m.content ~ 1 ~ none }}{% endgeneration %}\n{%- endfor %}",
+        "{% macro f(x) %}{{ x.content * 2 }}{% endmacro %}{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+        "{{ f(m) }}{% else %}none{% endfor %}{{ 2 ** 3 + 1 }}{{ [1] + [2] }}{% set y %}{{ bos_token }}{% endset %}{{ y }}",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("tools", [None, [{"name": "f", "description": "<é>"}]])
+def test_templates_are_rendered_as_transformers_does_it(template: str, tools: Any) -> None:
+    tokenizer = tiny_tokenizer(chat_template=template)
+    messages = [U1, A1, U2]
+    ours = ChatRenderer(tokenizer, {"extra": 1}).prompt(messages, tools, "line 1")
+    kwargs = {"tokenize": False, "add_generation_prompt": True, "extra": 1}
+    assert ours == tokenizer.apply_chat_template(messages, tools=tools, **kwargs)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,10 @@ def test_a_later_line_without_the_column_is_named(tmp_path: Path) -> None:
         texts(source(files=str(path), prompt="q", completion="a"), column="q")
 
 
+DEEP = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+TORN_GZIP = gzip.compress(b'{"text": "a"}\n')[:10] + b"\xff" * 30
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -268,6 +273,11 @@ def test_a_later_line_without_the_column_is_named(tmp_path: Path) -> None:
         ("a.txt", b"ab\xff", r"a.txt is not UTF-8 \(.*position 2.*\); save it as UTF-8"),
         ("a.parquet", b"not a parquet file", r"data.sources\[0\].files: .*a.parquet cannot be read: "),
         ("a.arrow", b"not an arrow file", r"data.sources\[0\].files: .*a.arrow cannot be read: "),
+        ("a.jsonl", DEEP + b"\n", r"a.jsonl, line 1 is not JSON: maximum recursion depth exceeded"),
+        ("a.jsonl", b'{"text": ' + b"1" * 5000 + b"}\n", r"a.jsonl, line 1 is not JSON: Exceeds the limit"),
+        ("a.json", b"[" + DEEP + b"]", r"a.json is not JSON: maximum recursion depth exceeded"),
+        ("a.json", b'[{"text": "\xff"}]', r"a.json is not JSON: 'utf-8' codec"),
+        ("a.jsonl.gz", TORN_GZIP, r"data.sources\[0\].files: .*a.jsonl.gz cannot be read: error: Error -3"),
         ("a.jsonl.gz", b"not gzip", r"data.sources\[0\].files: .*a.jsonl.gz cannot be read: "),
     ],
 )
@@ -276,3 +286,65 @@ def test_broken_files_are_one_sentence(tmp_path: Path, name: str, content: bytes
     with pytest.raises(PotstillError, match=message) as error:
         texts(source(files=str(tmp_path / name)))
     assert "\n" not in str(error.value)
+
+
+def _untrue_offsets(folder: Path, kind: str) -> dict[str, str]:
+    """A column whose first text is said to be a gigabyte long: Arrow itself would read that far."""
+    offsets = pa.array([0, 1 << 30, 2], pa.int32()).buffers()[1]
+    column = pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ab"))
+    batch = pa.record_batch([column], names=["text"])
+    if kind == "folder":
+        (folder / "saved").mkdir()
+        path = folder / "saved" / "data-00000-of-00001.arrow"
+        (folder / "saved" / "state.json").write_text(
+            json.dumps({"_data_files": [{"filename": path.name}], "_fingerprint": "f", "_format_columns": None,
+                        "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": None})
+        )  # fmt: skip
+        info = {"features": {"text": {"dtype": "string", "_type": "Value"}}}
+        (folder / "saved" / "dataset_info.json").write_text(json.dumps(info))
+    else:
+        path = folder / "a.arrow"
+    make = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+    with make(str(path), batch.schema) as writer:
+        writer.write_batch(batch)
+    return {"dataset": str(folder / "saved")} if kind == "folder" else {"files": str(path)}
+
+
+@pytest.mark.parametrize("kind", ["file", "stream", "folder"])
+def test_arrow_that_points_outside_itself_is_a_sentence(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(PotstillError, match=r"cannot be read: .*[Oo]ffset"):
+        texts(source(**_untrue_offsets(tmp_path, kind)))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "file-arrow", "stream-arrow"])
+def test_no_damage_is_more_than_a_sentence(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path, kind, [{"text": text} for text in TEXTS])
+    whole = path.read_bytes()
+    seed = 12
+    generator = random.Random(seed)
+    told = 0
+    for _ in range(60):
+        content = bytearray(whole)
+        for _ in range(generator.choice([1, 4, 30])):
+            content[generator.randrange(len(content))] = generator.choice([0, 127, 128, 255])
+        path.write_bytes(content[: generator.choice([len(content), generator.randrange(len(content))])])
+        try:
+            texts(source(files=str(path)))
+        except PotstillError as error:
+            assert "\n" not in str(error), (seed, str(error))
+            told += 1
+    assert told > 15
+
+
+def test_only_some_records_have_tools(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"chat": [1]}, {"chat": [2], "tools": [{"name": "f"}]}]
+    path = write(tmp_path, "jsonl", rows)
+    assert texts(source(files=str(path), messages="chat", tools="tools"), column="tools") == [None, [{"name": "f"}]]
+    with pytest.raises(
+        PotstillError, match=r"line 2 has no column tolls \(there: chat, tools\); did you mean tools: tools"
+    ):
+        texts(source(files=str(path), messages="chat", tools="tolls"), column="chat")
+    with pytest.raises(
+        PotstillError, match=r"data.sources\[0\].tools: no record has a column functions; leave tools out"
+    ):
+        texts(source(files=str(path), messages="chat", tools="functions"), column="chat")

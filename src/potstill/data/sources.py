@@ -39,6 +39,15 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
+def _said(error: Exception) -> str:
+    """The same with the error's kind, which says more than a bare key or number does."""
+    return (
+        first_line(error)
+        if isinstance(error, OSError | pa.ArrowException)
+        else f"{type(error).__name__}: {first_line(error)}"
+    )
+
+
 class Source:
     """One entry of `data.sources`. `key` is its place in the recipe, for messages; `further` are columns that teachers read."""
 
@@ -57,18 +66,42 @@ class Source:
     def records(self, epoch: int, start: Position = (0, 0)) -> Iterator[tuple[Record, str, Position]]:
         """The records of `epoch` from `start` on: each with where it is (for messages) and its own position."""
         if self.config.dataset is not None:
-            for number, record, where in self._from_dataset(self.config.dataset, epoch, start[1]):
-                yield record, where, (0, number)
+            name = self.config.dataset
+            try:
+                for number, record, where in self._from_dataset(name, epoch, start[1]):
+                    yield record, where, (0, number)
+            except PotstillError:
+                raise
+            except Exception as error:  # whatever the network or the data set's own files raise
+                raise PotstillError(f"{self.key}.dataset: {name} cannot be read: {_said(error)}") from error
             return
         order = np.arange(len(self._paths))
         if self.shuffle:
             order = generator(self.seed, 1, epoch).permutation(len(self._paths))
+        offered = self.config.tools is None or start != (0, 0)
         for part in range(start[0], len(order)):
             path = self._paths[int(order[part])]
             skip = start[1] if part == start[0] else 0
             for number, record, where in self._from_file(path, skip):
+                offered = offered or self.config.tools in record
+                record = self._with_tools(record)
                 self.check_columns(record, where)
                 yield record, where, (part, number)
+        if not offered:
+            raise PotstillError(
+                f"{self.key}.tools: no record has a column {self.config.tools}; leave tools out, or mend its name"
+            )
+
+    def _with_tools(self, record: Record) -> Record:
+        """A record of JSON may leave its tools out. One that has a column of nearly that name is left as it is, and refused."""
+        column = self.config.tools
+        if (
+            column is None
+            or column in record
+            or difflib.get_close_matches(column, set(record) - set(self.columns), 1, 0.7)
+        ):
+            return record
+        return {**record, column: None}
 
     def fingerprint(self) -> str | None:
         """What is to be read, short, to notice that it has changed; None of a stream, which shows only what it gives."""
@@ -88,8 +121,8 @@ class Source:
             return None
         try:
             return int(pq.read_metadata(path).num_rows)
-        except (OSError, pa.ArrowException) as error:
-            raise PotstillError(f"{self.key}.files: {path} cannot be read: {first_line(error)}") from error
+        except Exception as error:
+            raise PotstillError(f"{self.key}.files: {path} cannot be read: {_said(error)}") from error
 
     def _opened(self, name: str) -> Any:
         if self._dataset is None:
@@ -99,6 +132,8 @@ class Source:
             if dataset.column_names is not None:
                 self.check_columns(dataset.column_names, f"the data set {name}")
                 dataset = dataset.select_columns(list(self.columns))
+            if not self.config.streaming and _is_saved(_folder(self.config)):
+                dataset.data.validate(full=True)  # from a folder that may be another's: see `_rows`
             self._dataset = dataset
         return self._dataset
 
@@ -107,8 +142,10 @@ class Source:
         try:
             for number, record, where in read(path, skip, list(self.columns), self):
                 yield number, self._without_padding(record) if _suffix(path) in COLUMNAR else record, where
-        except (OSError, pa.ArrowException, EOFError) as error:
-            raise PotstillError(f"{self.key}.files: {path} cannot be read: {first_line(error)}") from error
+        except PotstillError:
+            raise
+        except Exception as error:  # damage in a file can be anything to the library that reads it
+            raise PotstillError(f"{self.key}.files: {path} cannot be read: {_said(error)}") from error
 
     def _from_dataset(self, name: str, epoch: int, start: int) -> Iterator[tuple[int, Record, str]]:
         dataset = self._opened(name)
@@ -219,7 +256,7 @@ def _parse(line: bytes, where: str) -> Record:
         record = json.loads(line)
     except UnicodeDecodeError as error:
         raise PotstillError(f"{where} is not UTF-8 ({first_line(error)}); save the file as UTF-8") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PotstillError(f"{where} is not JSON: {first_line(error)}") from error
     if not isinstance(record, dict):
         raise PotstillError(f"{where} holds a {type(record).__name__} where a record {{…}} was expected")
@@ -236,7 +273,7 @@ def _read_json(path: str, skip: int, columns: list[str], source: Source) -> Iter
         file.seek(0)
         try:
             records = json.loads(file.read())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PotstillError(f"{path} is not JSON: {first_line(error)}") from error
     for number, record in enumerate(records[skip:], skip):
         where = f"{path}, record {number + 1}"
@@ -270,7 +307,7 @@ def _read_parquet(path: str, skip: int, columns: list[str], source: Source) -> I
 
 
 def _read_arrow(path: str, skip: int, columns: list[str], source: Source) -> Iterator[tuple[int, Record, str]]:
-    with pa.memory_map(path) as file:
+    with pa.OSFile(path) as file:  # not mapped: a file that is cut while it is read would end the process
         try:
             reader: Any = pa.ipc.open_file(file)
             batches: Iterator[pa.RecordBatch] = (reader.get_batch(i) for i in range(reader.num_record_batches))
@@ -285,6 +322,9 @@ def _read_arrow(path: str, skip: int, columns: list[str], source: Source) -> Ite
 def _rows(batches: Iterator[pa.RecordBatch], first: int, skip: int, path: str) -> Iterator[tuple[int, Record, str]]:
     """The rows of columnar batches, the first of them numbered `first`, without those before number `skip`."""
     for batch in batches:
+        batch.validate(
+            full=True
+        )  # Arrow believes the offsets in a file: wrong ones would read other memory, or end the process
         for begin in range(max(0, skip - first), batch.num_rows, ROWS_AT_ONCE):
             for offset, record in enumerate(batch.slice(begin, ROWS_AT_ONCE).to_pylist()):
                 number = first + begin + offset
@@ -303,13 +343,22 @@ READERS = {
 COLUMNAR = (".parquet", ".arrow")
 
 
+def _folder(config: SourceConfig) -> str:
+    assert config.dataset is not None
+    return os.path.expanduser(locate(config.dataset))
+
+
+def _is_saved(path: str) -> bool:
+    """Whether it is a folder that `save_to_disk` wrote."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
+
+
 def _load_dataset(config: SourceConfig, key: str) -> Any:
     import datasets  # here, because importing it takes seconds and most runs read files
 
-    assert config.dataset is not None
-    path = os.path.expanduser(locate(config.dataset))
+    path = _folder(config)
     try:
-        if any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")):
+        if _is_saved(path):
             loaded = datasets.load_from_disk(path)
         else:
             loaded = datasets.load_dataset(

@@ -12,18 +12,17 @@ the functions it calls must be found in its span.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from potstill.text.template import BoundedTemplate, TooMuch
 from potstill.types import PotstillError
 
 Message = Mapping[str, Any]
 
 RESERVED = ("add_generation_prompt", "continue_final_message", "conversation", "return_dict", "tokenize", "tools")
-# A template may leave thinking out, or open the thought in the generation prompt. A thought may lack its opening mark.
-THINKING = re.compile(r"<think>.*?</think>|^(?:(?!<think>).)*</think>|<think>", re.DOTALL)
+THINK, THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class ChatRenderer:
             raise PotstillError(f"{key}.chat_template_kwargs: {', '.join(reserved)} is set by potstill; leave it out")
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs or {})
+        self._templates: dict[str, BoundedTemplate] = {}
         self._specials = tuple(str(t) for t in tokenizer.added_tokens_decoder.values() if t.special)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> list[Rendered]:
@@ -78,11 +78,15 @@ class ChatRenderer:
 
     def without_end(self, text: str, begin: int, end: int) -> int:
         """Where a turn's own words end: before the special tokens that its template closes it with."""
-        while bare := text[begin:end].rstrip():
-            mark = next((mark for mark in self._specials if bare.endswith(mark)), None)
+        at = end
+        while at > begin:
+            if text[at - 1].isspace():
+                at -= 1
+                continue
+            mark = next((mark for mark in self._specials if text.endswith(mark, begin, at)), None)
             if mark is None:
                 break
-            end = begin + len(bare) - len(mark)
+            end = at = at - len(mark)
         return end
 
     def _texts(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> list[Rendered]:
@@ -140,10 +144,7 @@ class ChatRenderer:
     def _opening(self, full: str, first: Message, tools: Sequence[Any] | None, where: str) -> int:
         """Where the assistant's turn begins when it opens the conversation: there is nothing to render before it."""
         try:
-            # In a list of conversations an empty one is allowed.
-            (nothing,) = self._tokenizer.apply_chat_template(
-                [[]], tools=tools, tokenize=False, add_generation_prompt=True, **self._kwargs
-            )
+            nothing = self._render([], tools, add_generation_prompt=True)
         except Exception:  # most templates look at the first message
             nothing = None
         if nothing is not None and full.startswith(nothing):
@@ -157,16 +158,25 @@ class ChatRenderer:
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str, **kwargs: bool) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, **kwargs, **self._kwargs
-            )
+            return self._render(messages, tools, **kwargs)
+        except TooMuch as error:
+            raise PotstillError(
+                f"{where}: the chat template of {self._tokenizer.name_or_path} is no good: {error}"
+            ) from error
         except Exception as error:  # a template may raise anything; most say in a sentence what they do not like
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             raise PotstillError(
                 f"{where}: the chat template refuses the first {len(messages)} messages: {reason}"
             ) from error
-        assert isinstance(text, str)
-        return text
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool = False
+    ) -> str:
+        source = self._tokenizer.get_chat_template(tools=tools)
+        if source not in self._templates:
+            self._templates[source] = BoundedTemplate(source)
+        keys = {**self._tokenizer.special_tokens_map, **self._kwargs}
+        return self._templates[source].render(messages, tools, add_generation_prompt=add_generation_prompt, **keys)
 
 
 def _spellings(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
@@ -188,9 +198,9 @@ def _check_shown(message: Message, span: str, name: str, where: str) -> None:
     calls = message.get("tool_calls") or []
     dropped = None
     if isinstance(content, str):
-        lost = [part.strip() for part in THINKING.split(content) if part.strip() not in span]
-        if lost:
-            dropped = f"{json.dumps(lost[0][:40], ensure_ascii=False)} from {name}"
+        lost = _first_lost(without_thinking(content), span)
+        if lost is not None:
+            dropped = f"{json.dumps(lost[:40], ensure_ascii=False)} from {name}"
     elif content is None and "None" in span and "None" not in str(calls):
         raise PotstillError(f"{where}: the chat template writes None where {name} has no content")
     for call in calls if isinstance(calls, list) else ():
@@ -203,6 +213,35 @@ def _check_shown(message: Message, span: str, name: str, where: str) -> None:
             f"{where}: the chat template drops {dropped}, so the student would not learn it; use a tokenizer whose "
             "template shows it (student.tokenizer), or leave such records out"
         )
+
+
+def without_thinking(text: str) -> list[str]:
+    """What stands between the thoughts of a text. A template may leave thinking out, or open the thought in the generation
+    prompt, so a thought may lack its opening mark at the beginning, or its closing one."""
+    first = text.find(THINK)
+    parts, at = [], 0
+    unopened = text.rfind(THOUGHT, 0, first if first >= 0 else len(text))
+    if unopened >= 0:
+        parts, at = [""], unopened + len(THOUGHT)
+    last = text.rfind(THOUGHT)
+    while (begin := text.find(THINK, at)) >= 0:
+        parts.append(text[at:begin])
+        # Looked for only where there is one: else each of many open marks would look through all the rest.
+        at = text.find(THOUGHT, begin) + len(THOUGHT) if begin < last else begin + len(THINK)
+    return [*parts, text[at:]]
+
+
+def _first_lost(parts: Sequence[str], span: str) -> str | None:
+    """The first part that is not in `span`. Each is looked for after the one before it first: in a long text of many parts
+    looking from the beginning would take the square of its length."""
+    at = 0
+    for part in dict.fromkeys(part.strip() for part in parts):
+        found = span.find(part, at)
+        if found >= 0:
+            at = found
+        elif part not in span:
+            return part
+    return None
 
 
 def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
@@ -238,6 +277,6 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, str):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
