@@ -148,12 +148,12 @@ def point(link: Path, target: Path) -> Path | None:
     """Make `link` a relative symbolic link to `target`, replacing an older one at once. Where a folder is in its place (a copy
     that followed links), that is moved aside, and told."""
     beside, aside = link.with_name(f"{UNFINISHED}{link.name}"), link.with_name(f"copied-{link.name}")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(os.path.relpath(target, link.parent))
     copied = link.is_dir() and not link.is_symlink()
-    if copied:
+    if copied:  # first: where there can be no link, it would go on to stand for another target
         shutil.rmtree(aside, ignore_errors=True)
         link.rename(aside)
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(os.path.relpath(target, link.parent))
     beside.replace(link)
     return aside if copied else None
 

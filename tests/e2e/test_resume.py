@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planted import Planted
 from tiny_models import TOKENIZER, write_jsonl
 from tiny_runs import InterruptAt, Interrupted, TinyRuns, assert_same_run, lines, steps_on_disk, weights
 
@@ -315,16 +316,6 @@ def test_a_used_folder_is_not_run_with_other_settings(runs: TinyRuns, command: C
     # What could not run has left no trace: the settings of before are still the run's.
     same = command("train", recipe, "train.optimizer.lr=0.5", "train.steps=3")
     assert same.code == 0 and "step-00000003/model" in same.out
-
-
-class Planted:
-    """Whoever unpickles it runs code."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[object, tuple[Path]]:
-        return Path.touch, (self.mark,)
 
 
 def test_nothing_in_a_run_folder_is_unpickled(finished: TinyRuns, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tiny_runs import InterruptAt, Interrupted, TinyRuns, assert_same_run, lines, steps_on_disk
 
 import potstill
+from potstill.shipped import locate
 from potstill.training import loop
 from potstill.training.metrics import Display
 from potstill.training.run import Callback, Run
@@ -89,7 +90,10 @@ def test_a_file_system_without_links(
     link = run.folder / "checkpoints" / "latest"
     assert said.count(f"{link} cannot be made a link (Operation not supported): the latest checkpoint is ") == 1
     assert steps_on_disk(run.folder) == [4, 6] and run.checkpoint == run.folder / "checkpoints" / "step-00000006"
+    (link / "model").mkdir(parents=True)  # a copy that followed links would go on to stand for the latest
+    (link / "model" / "config.json").touch()
     assert potstill.train(runs.recipe("run", "train.steps=7")).step == 7
+    assert locate(str(run.folder)) == str(run.folder / "checkpoints" / "step-00000007" / "model")
 
 
 def test_an_old_checkpoint_that_cannot_be_removed(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from planted import Planted
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -145,16 +146,6 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     more.model.extra = nn.Linear(2, 2)
     with pytest.raises(PotstillError, match=r"\(model\.extra\.weight is not in it\)"):
         load_state(checkpoint, more, its_optimizers)
-
-
-class Planted:
-    """Whoever unpickles it runs code."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[object, tuple[Path]]:
-        return Path.touch, (self.mark,)
 
 
 def test_an_old_checkpoint_is_refused_and_not_unpickled(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ def locate(name: str) -> str:
 
 
 def _in_a_run(name: str) -> str:
-    for inside in ("checkpoints/latest/model", "model"):
-        if (Path(name) / inside / "config.json").is_file():
-            return str(Path(name) / inside)
+    steps = sorted(Path(name).glob("checkpoints/step-????????"))  # where there can be no link, the newest stands for it
+    for folder in (Path(name) / "checkpoints" / "latest", *steps[-1:], Path(name)):
+        if (folder / "model" / "config.json").is_file():
+            return str(folder / "model")
     return name
