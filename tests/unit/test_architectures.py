@@ -13,6 +13,8 @@ from potstill.config import DataConfig, StudentConfig, TeacherConfig
 from potstill.losses.dense import target_logits
 from potstill.models import backbone, check_fit, hidden_states, load_student, load_teacher, load_tokenizer, shared_ids
 from potstill.models.probe import _with_another_first
+from potstill.recipe import load_recipe
+from potstill.training.setup import assemble
 from potstill.types import PotstillError
 
 MAMBA = {"mamba_d_state": 4, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_chunk_size": 8}
@@ -73,6 +75,13 @@ def test_a_scale_of_four_hundredths_is_not_taken_for_rounding(dtype, monkeypatch
         )
 
 
+INKLING = {
+    "model_type": "inkling_text", "head_dim": 16, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+}  # fmt: skip
+
+
 def test_head_that_gives_fewer_logits_than_it_has_rows():
     """Inkling: its matrices are padded, its logits are not, and what enters its head is divided."""
     student = model_of(INKLING, vocab_size=2112, unpadded_vocab_size=2048)
@@ -82,9 +91,6 @@ def test_head_that_gives_fewer_logits_than_it_has_rows():
         logits = student.model.eval()(batch.input_ids).logits[0]
         ours = target_logits(student.at_rows(hidden_states(student.model, batch, "own")[0]), slice(None))
     torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-5)
-
-
-INKLING = {"model_type": "inkling_text"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -188,8 +194,8 @@ def test_models_that_also_see_learn_as_language_models_and_are_saved_whole(kind,
     from transformers import AutoModelForImageTextToText
 
     made = wrapper(kind)
-    made.model.save_pretrained(tmp_path / "made")
-    made.tokenizer.save_pretrained(tmp_path / "made")
+    made.save(tmp_path / "made")
+    (tmp_path / "made" / "preprocessor_config.json").write_text('{"size": 32}')
     student = load_student(StudentConfig(model=str(tmp_path / "made")), CPU, 0)
     assert type(student.model) is type(made.model) and "ForConditionalGeneration" in type(student.model).__name__
     assert "also sees: its language model learns, its other parts are saved as they are" in student.notes[-1]
@@ -200,8 +206,8 @@ def test_models_that_also_see_learn_as_language_models_and_are_saved_whole(kind,
     torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-4)
     student.hidden(batch, batch.rows.student).square().sum().backward()
     torch.optim.SGD([p for p in student.model.parameters() if p.grad is not None], lr=1.0).step()
-    student.model.save_pretrained(tmp_path / "saved")
-    student.tokenizer.save_pretrained(tmp_path / "saved")
+    student.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "preprocessor_config.json").read_text() == '{"size": 32}'
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("made", "saved"))
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -222,6 +228,26 @@ def test_a_language_model_saved_without_its_eyes_is_loaded_without(tmp_path):
     made.tokenizer.save_pretrained(tmp_path)
     loaded = load_student(StudentConfig(model=str(tmp_path)), CPU, 0)
     assert type(loaded.model) is type(made.model)
+
+
+def test_gradient_checkpointing_where_transformers_has_none_is_a_sentence(tmp_path):
+    recipe = {
+        "student": {"config": JETMOE, "tokenizer": TOKENIZER},
+        "data": {"sources": [{"files": "shipped:corpus/heldout.parquet"}], "packing": False, "max_length": 32},
+        "train": {"steps": 1, "gradient_checkpointing": True},
+        "run": str(tmp_path),
+    }
+    with pytest.raises(
+        PotstillError, match=r"^train\.gradient_checkpointing: transformers has none for jetmoe models: set"
+    ):
+        assemble(load_recipe(recipe))
+    recipe["train"]["gradient_checkpointing"] = False
+    (note,) = assemble(load_recipe(recipe)).notes
+    assert "(aux_loss_coef 0.01): potstill does not add it" in note
+
+
+JETMOE = {"model_type": "jetmoe", "hidden_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 8}
+JETMOE |= {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 128}
 
 
 def test_losses_of_routers_are_said_to_be_left_out():

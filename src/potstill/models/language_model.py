@@ -6,13 +6,15 @@ B rows, L positions, N loss rows, V vocabulary, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from potstill.models.libraries import quiet
 from potstill.types import Batch, DenseTarget, PotstillError
 
 
@@ -26,6 +28,20 @@ class LanguageModel:
     masks: str  # "blocks": takes our block-diagonal masks; "own": makes its own, so one document a row only
     rows: int | None = None  # of its head, that it gives logits for; None: all
     notes: Sequence[str] = ()  # what its user should know
+    processor: Mapping[str, str] = field(default_factory=dict)  # files that say how images become its input, by name
+
+    def save(self, folder: Path) -> None:
+        """As a folder that transformers loads."""
+        with quiet():
+            self.model.save_pretrained(folder)
+        self.save_words(folder)
+
+    def save_words(self, folder: Path) -> None:
+        """What turns text and images into the model's input."""
+        with quiet():
+            self.tokenizer.save_pretrained(folder)
+        for name, text in self.processor.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
     def hidden(self, batch: Batch, positions: Tensor) -> Tensor:
         """Last hidden states [N, H] at flat positions of the batch."""

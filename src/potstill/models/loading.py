@@ -6,6 +6,7 @@ import copy
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +29,11 @@ from potstill.config import DataConfig, StudentConfig, TeacherConfig
 from potstill.models.language_model import LanguageModel, backbone
 from potstill.models.libraries import check_counts, loading, reason, refuse_damaged
 from potstill.models.probe import probed
-from potstill.models.tokenizer import ids_without_rows, load_tokenizer
+from potstill.models.tokenizer import ids_without_rows, load_tokenizer, optional_file
 from potstill.shipped import locate
 from potstill.types import PotstillError
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 # What configs call the weights of losses that balance experts, and how many experts there are.
 ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -58,7 +60,11 @@ def load_student(config: StudentConfig, device: torch.device, seed: int, key: st
         keep_layers(model, config.layers)
     idle = ids_without_rows(model, tokenizer, who, "" if key else " (student.tokenizer)")
     language_model = probed(model.to(device), tokenizer, who)
-    return replace(language_model, notes=[*idle, *_router_loss(model), *_other_parts(model)])
+    return replace(
+        language_model,
+        notes=[*idle, *_router_loss(model), *_other_parts(model)],
+        processor=_processor(model, name, config.revision),
+    )
 
 
 def load_teacher(config: TeacherConfig, device: torch.device, where: str, key: str | None = None) -> LanguageModel:
@@ -93,8 +99,22 @@ def _router_loss(model: PreTrainedModel) -> list[str]:
     ]
 
 
+def _sees(model: PreTrainedModel) -> bool:
+    kind = type(model.config)
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and isinstance(
+        model, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+    )
+
+
+def _processor(model: PreTrainedModel, name: str | None, revision: str | None) -> dict[str, str]:
+    if name is None or not _sees(model):
+        return {}
+    found = {file: optional_file(name, file, revision) for file in PROCESSOR_FILES}
+    return {file: Path(path).read_text(encoding="utf-8") for file, path in found.items() if path is not None}
+
+
 def _other_parts(model: PreTrainedModel) -> list[str]:
-    if not isinstance(model, tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.values())):
+    if not _sees(model):
         return []
     return [
         f"the student ({type(model).__name__}) also sees: its language model learns, its other parts are saved as they are; "

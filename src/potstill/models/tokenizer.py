@@ -29,7 +29,7 @@ def load_tokenizer(
 
 
 def _loaded(name: str, where: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerFast:
-    file = _file(name, revision)
+    file = optional_file(name, "tokenizer.json", revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(locate(name), revision=revision, trust_remote_code=trust_remote_code)
     except ImportError:  # its class needs another package
@@ -43,11 +43,11 @@ def _loaded(name: str, where: str, revision: str | None, trust_remote_code: bool
     return tokenizer if file is None else _as_its_file_says(tokenizer, file, name, where, revision)
 
 
-def _file(name: str, revision: str | None) -> str | None:
-    """Path of its tokenizer.json, where it has one."""
+def optional_file(name: str, file: str, revision: str | None) -> str | None:
+    """Path of a model's file, where it has one of that name."""
     found: str | None = cached_file(
         locate(name),
-        "tokenizer.json",
+        file,
         revision=revision,
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from potstill.files import UNFINISHED, could_not_write, refusal
-from potstill.models import LanguageModel, quiet
+from potstill.models import LanguageModel
 from potstill.types import PotstillError
 
 SHARD_BYTES = 2**31  # safetensors holds a file's bytes in memory once more while it writes
@@ -24,8 +24,7 @@ def describe(student: LanguageModel, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(folder)
-        with quiet():
-            student.tokenizer.save_pretrained(folder)
+        student.save_words(folder)
     except OSError as error:
         raise could_not_write(folder, error) from error
 

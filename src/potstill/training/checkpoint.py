@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from potstill.files import damage, new_folder, point, remove_folder, remove_unfinished, write_text
-from potstill.models import LanguageModel, quiet
+from potstill.models import LanguageModel
 from potstill.training.state import save_state
 from potstill.types import PotstillError
 
@@ -75,9 +75,7 @@ class Checkpoints:
         """`beside_them`: puts what else a run needs into the folder."""
         path = self.at(progress.step)
         with new_folder(path) as beside:
-            with quiet():
-                student.model.save_pretrained(beside / "model")
-                student.tokenizer.save_pretrained(beside / "model")
+            student.save(beside / "model")
             save_state(beside / "state", beside / "model", module, optimizers)
             beside_them(beside)
             write_text(beside / "progress.json", json.dumps(asdict(progress)))
