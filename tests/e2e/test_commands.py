@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from tiny_runs import TinyRuns, lines, steps_on_disk
 import potstill as package
 from potstill.cli import app
 from potstill.config import Recipe
+from potstill.extras import EXTRAS, lacking
+from potstill.training.metrics import Wandb
 from potstill.types import PotstillError
 from potstill.unforeseen import Unforeseen, explain, traces_in
 
@@ -224,3 +228,43 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 def test_what_a_terminal_obeys_is_shown_and_not_obeyed(command: Callable[..., Any]) -> None:
     said = command("train", "none\x1b[2J\udcff.yaml")
     assert said.err == "error: there is no recipe none\\x1b[2J\\udcff.yaml\n"
+
+
+# Details of single commands
+
+
+def test_align_checks_and_writes_the_page(command: Command, tmp_path: Path) -> None:
+    pair = ("shipped:tokenizers/pieces-1k", "shipped:tokenizers/bytes-2k")
+    said = command("align", *pair, "--check", "--html", tmp_path / "a.html")
+    assert said.code == 0 and said.out.rstrip().endswith("all is well")
+    assert f"page: {tmp_path / 'a.html'}" in said.out and "118 of 118" in (tmp_path / "a.html").read_text()
+    said = command("align", *pair, "--check", "--html", tmp_path / "b.html", "--text", "two words", "--json")
+    assert json.loads(said.out)["bytes"] == len("two words") and said.err.rstrip().endswith("all is well")
+    assert "9 of 9" in (tmp_path / "b.html").read_text()
+
+
+def test_runs_of_one_name_do_not_join_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: TinyRuns) -> None:
+    """A stand-in for the package, which keeps what it is told."""
+    told: list[dict[str, Any]] = []
+    standing_in = types.ModuleType("wandb")
+    standing_in.init = lambda **keys: told.append(keys)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", standing_in)
+    for project in ("one", "two", "one"):
+        folder = tmp_path / project / "run"
+        folder.mkdir(parents=True, exist_ok=True)
+        Wandb("p", runs.recipe("run")).started(package.Run(folder))
+    first, second, again = (each["id"] for each in told)
+    assert first == again != second and len(first) == 16
+    assert {each["name"] for each in told} == {"run"} and told[0]["resume"] == "allow"
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_advice_names_packages_that_can_be_installed(extra: str) -> None:
+    """potstill is on no index: `potstill[…]` would install nothing."""
+    with open(Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
+        declared = tomllib.load(file)["project"]["optional-dependencies"][extra]
+    assert [re.split("[>=<]", each)[0] for each in declared] == list(EXTRAS[extra])
+    sentence = str(lacking("this", extra))
+    assert f"pip install {' '.join(EXTRAS[extra])} (or, in a checkout: pip install -e '.[{extra}]')" in sentence
+    sources = [path.read_text(encoding="utf-8") for path in Path(package.__file__).parent.rglob("*.py")]
+    assert not [source for source in sources if f"potstill[{extra}]" in source]

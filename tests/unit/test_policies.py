@@ -26,7 +26,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # A room imports itself and rooms of earlier lines, never one of its own line or of a later one.
 ORDER = [
     {"types", "sections"},
-    {"config", "plain_yaml", "references", "foreign_names"},
+    {"config", "plain_yaml", "references", "foreign_names", "extras"},
     {"files", "shipped", "recipe"},
     {"text", "losses", "parallel"},
     {"models", "data"},

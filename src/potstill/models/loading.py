@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
+from potstill.extras import lacking
 from potstill.models.language_model import LanguageModel, backbone
 from potstill.models.libraries import check_counts, loading, reason, refuse_damaged
 from potstill.models.probe import probed
@@ -232,7 +233,7 @@ def _quantization(bits: str, where: str) -> Any:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
-        raise PotstillError(f"{where}.quantize needs bitsandbytes: pip install 'potstill[quant]'") from None
+        raise lacking(f"{where}.quantize", "quant") from None
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_8bit=bits == "8bit", load_in_4bit=bits == "4bit")

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import safetensors
 import safetensors.numpy
 
+from potstill.extras import lacking
 from potstill.types import PotstillError
 
 Array = npt.NDArray[Any]
@@ -45,9 +46,7 @@ def maxtext_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
     try:
         from array_record.python import array_record_module
     except ImportError as error:
-        raise PotstillError(
-            "reading array_record files needs the package array-record: pip install 'potstill[import]'"
-        ) from error
+        raise lacking("reading array_record files", "import") from error
     for number, data in enumerate(_array_records(array_record_module, path)):
         yield from _sequences(data, columns, f"{path}, record {number}")
 

@@ -37,24 +37,23 @@ def align_pair(
     as_json: bool,
 ) -> None:
     tokenizers = [load_tokenizer(name, where) for name, where in ((student, "A"), (teacher, "B"))]
-    if check:
-        check_pair((student, teacher), tokenizers, text or CHECKED_TEXT)
-        return
-    if (source is None) == (text is None):
+    if (source is None) == (text is None) and not (check and source is None):
         raise PotstillError("give a text with --text, or a FILE, or --check")
-    if text is not None:
-        show_text((student, teacher), tokenizers, text, html=html, as_json=as_json)
-        return
-    opened = Source(checked(SourceConfig, source, "FILE"), "FILE", seed=0, shuffle=False)
-    column = opened.config.text or "text"
-    texts = ((where, record[column]) for record, where, _ in opened.records(0))
-    show_corpus((student, teacher), tokenizers, texts, html=html, as_json=as_json)
+    names = (student, teacher)
+    if source is not None:
+        opened = Source(checked(SourceConfig, source, "FILE"), "FILE", seed=0, shuffle=False)
+        column = opened.config.text or "text"
+        texts = ((where, record[column]) for record, where, _ in opened.records(0))
+        show_corpus(names, tokenizers, texts, html=html, as_json=as_json)
+    elif text is not None or html is not None:
+        show_text(names, tokenizers, text or CHECKED_TEXT, html=html, as_json=as_json)
+    if check:
+        check_pair(names, tokenizers, text or CHECKED_TEXT, Console(soft_wrap=True, highlight=False, stderr=as_json))
 
 
-def check_pair(names: tuple[str, str], tokenizers: list[Any], text: str) -> None:
+def check_pair(names: tuple[str, str], tokenizers: list[Any], text: str, console: Console) -> None:
     """Try every method on random models: a pair of a tokenizer with itself must give the plain divergence, and no true
     divergence may be below 0 or have a gradient that moves mass into or out of the vocabulary."""
-    console = Console(soft_wrap=True, highlight=False)
     examples = [_example(tokenizer, text) for tokenizer in tokenizers]
     itself = Pairing(tokenizers[0], tokenizers[0], AcrossConfig())
     both = Pairing(tokenizers[0], tokenizers[1], AcrossConfig())

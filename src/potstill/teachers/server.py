@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 from potstill.config import TeacherConfig
+from potstill.extras import lacking
 from potstill.models import load_teacher
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import checked
@@ -75,7 +76,7 @@ def serve(
     try:
         import uvicorn
     except ImportError as error:
-        raise PotstillError("potstill serve needs starlette and uvicorn: pip install 'potstill[serve]'") from error
+        raise lacking("potstill serve", "serve") from error
     token = _token(options.token_env)
     keys = {"model": model, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
     device = pick_device(device_name)

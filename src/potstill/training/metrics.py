@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import secrets
 import sys
 import threading
 import time
@@ -18,9 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from potstill.config import Recipe
+from potstill.extras import lacking
 from potstill.files import could_not_write, json_lines, write_bytes
 from potstill.training.run import Callback, Run
-from potstill.types import PotstillError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -166,13 +167,21 @@ class Wandb(Callback):
         try:
             import wandb
         except ImportError:
-            raise PotstillError("log.wandb needs wandb: pip install 'potstill[wandb]'") from None
+            raise lacking("log.wandb", "wandb") from None
         self._wandb, self._project, self._recipe = wandb, project, recipe
 
     def started(self, run: Run) -> None:
-        name = run.folder.name
-        config = self._recipe.model_dump(mode="json", by_alias=True)
-        self._log = self._wandb.init(project=self._project, name=name, id=name, resume="allow", config=config)
+        # Kept in the run's folder: a resumed run goes on in its own curves, and no other run of that name joins them.
+        kept = run.folder / "wandb-id"
+        if not kept.is_file():
+            write_bytes(kept, secrets.token_hex(8).encode())
+        self._log = self._wandb.init(
+            project=self._project,
+            name=run.folder.name,
+            id=kept.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            config=self._recipe.model_dump(mode="json", by_alias=True),
+        )
 
     def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
         self._log.log({f"train/{k}": v for k, v in metrics.items()}, step=metrics["step"])
