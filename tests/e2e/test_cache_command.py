@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 from cache_content import content
-from tiny_models import make_model, write_jsonl
+from tiny_models import TOKENIZER, make_model, write_jsonl
 from tiny_runs import TinyRuns, metrics
 from transformers import AutoTokenizer
 
 import potstill
+from potstill.data import with_pieces
+from potstill.models import load_tokenizer
 from potstill.shipped import locate
 from potstill.teachers.build import Scribe
 from potstill.teachers.store import Cache, read_manifest, shard_names
@@ -63,13 +65,19 @@ def test_build_from_a_recipe_and_train_from_it(
     """The recipe's own model, store and data; the folder from the recipe, or from --out over it."""
     teachers = [{"model": str(runs.teacher), "cache": str(cache), "store": {"kind": "hidden"}}]
     recipe = runs.file("built", teachers=teachers)
-    assert "60 documents added" in command("cache", "build", recipe).out
-    assert read_manifest(cache)["kind"] == "hidden" and read_manifest(cache)["piece_bytes"] == 4 * 64
+    said = command("cache", "build", recipe).out
+    size = with_pieces(runs.recipe("built").data, load_tokenizer(TOKENIZER, "x")).piece_bytes
+    assert "documents added" in said and size != 4 * 64
+    assert read_manifest(cache)["kind"] == "hidden" and read_manifest(cache)["piece_bytes"] == size
     other = runs.folder / "other"
     assert command("cache", "build", recipe, "--out", other, "--kind", "sampled", "--draws", 9, "--seed", 4).code == 0
     assert (Cache(other).form.kind, Cache(other).form.draws, Cache(other).form.seed) == ("sampled", 9, 4)
-    said = command("cache", "build", recipe, "--out", runs.folder / "cut", "data.max_length=32", "--kind", "chosen")
-    assert said.code == 0 and read_manifest(runs.folder / "cut")["piece_bytes"] == 4 * 32
+    given = ["data.max_length=32", "data.piece_bytes=99"]
+    said = command("cache", "build", recipe, "--out", runs.folder / "cut", *given, "--kind", "chosen")
+    assert said.code == 0 and read_manifest(runs.folder / "cut")["piece_bytes"] == 99
+    # What is there stays as it was cut.
+    said = command("cache", "build", recipe, "--out", runs.folder / "cut", "--kind", "chosen")
+    assert said.code == 0 and ": 0 documents added" in f": {said.out}"
 
     live = potstill.train(runs.recipe("live")).folder
     monkeypatch.setattr("potstill.teachers.several.load_teacher", lambda *_: pytest.fail("the teacher was loaded"))

@@ -385,3 +385,38 @@ def test_a_run_goes_on_where_the_device_has_other_random_state(runs: TinyRuns, m
     real = state.random_state
     monkeypatch.setattr(state, "random_state", lambda device: {**real(device), "cuda": real(device)["cpu"]})
     assert potstill.train(runs.recipe("run", "train.steps=2")).step == 2
+
+
+def test_the_size_of_pieces_is_measured_once_and_kept(runs: TinyRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on with it, whatever would be measured now; a run beside it that is told to has the same pieces."""
+    folder = runs.folder / "measured"
+    with pytest.raises(Interrupted):
+        potstill.train(runs.recipe("measured"), callbacks=[InterruptAt(5)])
+    size = load_recipe(folder / "recipe.yaml").data.piece_bytes
+    assert size is not None and size != 4 * 64
+    monkeypatch.setattr("potstill.training.setup.with_pieces", lambda data, tokenizer: data)  # now nothing is measured
+    potstill.train(runs.recipe("measured"))
+    assert load_recipe(folder / "recipe.yaml").data.piece_bytes == size
+    potstill.train(runs.recipe("told", f"data.piece_bytes={size}"))
+    assert_same_run(folder, runs.folder / "told")
+
+
+def test_a_run_that_would_lose_most_of_its_data_does_not_begin(
+    runs: TinyRuns, command: Callable[..., Any], tmp_path: Path
+) -> None:
+    def pairs(long: int, short: int) -> dict[str, Any]:
+        records = [{"q": "The people " * 40, "a": "of"}] * long + [{"q": "The people", "a": " of"}] * short
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        source = {"files": str(tmp_path / "pairs.jsonl"), "prompt": "q", "completion": "a"}
+        return {"sources": [source], "max_length": 64, "shuffle_buffer": 16}
+
+    said = command("train", runs.file("most", data=pairs(36, 4)))
+    assert said.code == 1 and "data.max_length: 64 tokens cut 36 of 40 sampled examples" in said.err
+    assert not (runs.folder / "most" / "metrics.jsonl").exists()
+    said = command("train", runs.file("some", "train.epochs=1", "train.steps=null", data=pairs(4, 36)))
+    assert said.code == 0
+    first, last = (
+        said.out.index("data.max_length: 64 tokens cut 4 of 40"),
+        said.out.index("of 40 examples 4 were longer"),
+    )
+    assert first < said.out.index("data so far:") < last

@@ -67,7 +67,8 @@ class DataConfig(Section):
     )
     piece_bytes: Positive | None = Field(
         None,
-        description="cut plain texts into pieces of at most this many bytes, before any tokenizer; default 4 × max_length",
+        description="cut plain texts into pieces of at most this many bytes, before any tokenizer; default: as a cache's texts "
+        "were cut, else measured so that nearly all fit max_length (saved with the run); in evaluation 4 × max_length",
     )
     packing: bool = Field(
         True, description="fill rows of max_length with several documents (which never see each other)"

@@ -4,6 +4,7 @@ from potstill.data.examples import Encoded, Encoder, Piece, ids_key, json_key, p
 from potstill.data.layout import collate, pack, without
 from potstill.data.pipeline import COUNTS, Window, Windows, count_windows
 from potstill.data.prefetch import Prefetched, StoppedWaiting
+from potstill.data.sample import check_lengths, lost_in, with_pieces
 from potstill.data.sources import Source, generator
 from potstill.data.stream import State, open_stream
 
@@ -18,14 +19,17 @@ __all__ = [
     "StoppedWaiting",
     "Window",
     "Windows",
+    "check_lengths",
     "collate",
     "count_windows",
     "generator",
     "ids_key",
     "json_key",
+    "lost_in",
     "open_stream",
     "pack",
     "piece_maker",
     "untrimmed",
+    "with_pieces",
     "without",
 ]

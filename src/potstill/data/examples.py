@@ -54,6 +54,7 @@ class Encoded:
     example: Example | None = None
     further: tuple[Encoded, ...] = ()  # evaluation: what is beyond max_length, in windows of their own
     goes_on: bool = False  # is one of these
+    cut_supervised: int = 0  # of the tokens beyond max_length, those that were to be learnt
 
 
 def text_key(text: str) -> str:
@@ -272,7 +273,8 @@ class Encoder:
         if not cut:
             return self._encoded(piece, tokens)
         if not self._evaluation:
-            return self._encoded(piece, tokens.at(slice(self._max_length)), cut)
+            lost = int(tokens.supervised[self._max_length :].sum())
+            return replace(self._encoded(piece, tokens.at(slice(self._max_length)), cut), cut_supervised=lost)
         windows = [self._encoded(piece, window) for window in self._windows(piece, tokens)]
         if not windows:
             return Encoded(piece, False, len(tokens), 0)

@@ -2,7 +2,7 @@
 
 from potstill.models.language_model import LanguageModel, backbone, hidden_states
 from potstill.models.libraries import quiet
-from potstill.models.loading import check_fit, keep_layers, load_student, load_teacher
+from potstill.models.loading import check_fit, keep_layers, load_student, load_student_tokenizer, load_teacher
 from potstill.models.tokenizer import difference, load_tokenizer, same_tokenizer, shared_ids
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "hidden_states",
     "keep_layers",
     "load_student",
+    "load_student_tokenizer",
     "load_teacher",
     "load_tokenizer",
     "quiet",

@@ -45,11 +45,7 @@ def load_student(config: StudentConfig, device: torch.device, seed: int, key: st
     name = config.model or config.from_
     who = f"the model {name}" if key else "the student"
     where = key or ("student.model" if config.model else "student.from")
-    if config.tokenizer is None or config.tokenizer == name:
-        assert name is not None
-        tokenizer = load_tokenizer(name, where, config.revision, config.trust_remote_code)
-    else:  # of another repository, where the model's revision means nothing
-        tokenizer = load_tokenizer(config.tokenizer, "student.tokenizer", None, config.trust_remote_code)
+    tokenizer = load_student_tokenizer(config, key)
     dtype = getattr(torch, config.dtype)
     torch.manual_seed(seed)
     if config.config is not None:
@@ -66,6 +62,16 @@ def load_student(config: StudentConfig, device: torch.device, seed: int, key: st
         notes=[*idle, *_router_loss(model), *_other_parts(model)],
         processor=_processor(model, name, config.revision),
     )
+
+
+def load_student_tokenizer(config: StudentConfig, key: str | None = None) -> PreTrainedTokenizerFast:
+    name = config.model or config.from_
+    if config.tokenizer is None or config.tokenizer == name:
+        assert name is not None
+        where = key or ("student.model" if config.model else "student.from")
+        return load_tokenizer(name, where, config.revision, config.trust_remote_code)
+    # Of another repository, where the model's revision means nothing.
+    return load_tokenizer(config.tokenizer, "student.tokenizer", None, config.trust_remote_code)
 
 
 def load_teacher(config: TeacherConfig, device: torch.device, where: str, key: str | None = None) -> LanguageModel:

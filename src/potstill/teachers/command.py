@@ -17,7 +17,8 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingCol
 from rich.progress import Progress as Bar
 
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
-from potstill.models import load_teacher, load_tokenizer
+from potstill.data import with_pieces
+from potstill.models import load_student_tokenizer, load_teacher, load_tokenizer
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import checked, load_recipe
 from potstill.teachers.build import Progress, Terminated, build, ranks, sigterm_interrupts
@@ -25,6 +26,7 @@ from potstill.teachers.codec import DTYPES, Format
 from potstill.teachers.inspect import Report, coverage, describe, described, signal_in_words, verify
 from potstill.teachers.manifest import IMPORTED, form_of, read_manifest, tokenizer_of
 from potstill.teachers.origin import LiveOrigin, Origin
+from potstill.teachers.reading import as_cached
 from potstill.teachers.remote import open_server
 from potstill.teachers.store import Cache, begun_cache
 from potstill.types import PotstillError
@@ -72,7 +74,7 @@ def build_cache(
         of_models |= {"--tokenizer": tokenizer}
         if wrong := [name for name, value in of_models.items() if value is not None]:
             raise PotstillError(f"{wrong[0]} goes with a model and --data; a recipe has a key for it")
-        config, data, key = _from_recipe(what, source, teacher, overrides)
+        config, data, key = _from_recipe(what, source, teacher, overrides, out)
     else:
         if teacher:
             raise PotstillError(f"--teacher {teacher} goes with a recipe, and {what} is a model: leave it out")
@@ -225,14 +227,21 @@ def _sizes(cache: Cache) -> str:
 
 
 def _from_recipe(
-    what: str, source: dict[str, Any] | None, teacher: int, overrides: Sequence[str]
+    what: str, source: dict[str, Any] | None, teacher: int, overrides: Sequence[str], out: Path | None
 ) -> tuple[TeacherConfig, DataConfig, str]:
     if source is not None:
         raise PotstillError("--data goes with a model; a recipe has its own data")
     recipe = load_recipe(what, list(overrides))
     if teacher >= len(recipe.teachers):
         raise PotstillError(f"--teacher {teacher}: the recipe has {len(recipe.teachers)} teachers, numbered from 0")
-    return recipe.teachers[teacher], recipe.data, f"teachers[{teacher}].model"
+    config, data = recipe.teachers[teacher], recipe.data
+    folder = out or (Path(config.cache) if config.cache else None)
+    there = None if folder is None else begun_cache(folder)
+    if there is not None:
+        data = as_cached(data, there)
+    elif data.piece_bytes is None:  # cut as the run that the recipe is of would
+        data = with_pieces(data, load_student_tokenizer(recipe.student))
+    return config, data, f"teachers[{teacher}].model"
 
 
 def _from_model(

@@ -29,7 +29,7 @@ from potstill.training.metrics import Stopwatch, peak_memory_bytes, watchers
 from potstill.training.optimizer import lr_factor, set_lr
 from potstill.training.run import Callback, Run
 from potstill.training.saver import Saver
-from potstill.training.setup import Parts, assemble, open_run, resume
+from potstill.training.setup import Parts, as_begun, assemble, open_run, resume
 from potstill.training.state import random_state, set_random_state
 from potstill.training.stop import StopSignal
 from potstill.training.student import SAMPLED, SUMS, LossKnobs
@@ -42,13 +42,14 @@ def train(
     seconds: Callable[[], float] = time.monotonic,
 ) -> Run:
     """Run a recipe to its end, or from where it stopped to its end. `seconds`: the clock of checkpoint.every_minutes."""
-    recipe, console = load_recipe(recipe), Console(soft_wrap=True)
+    recipe, console = as_begun(load_recipe(recipe)), Console(soft_wrap=True)
 
     def warn(message: str) -> None:
         console.print(message, style="yellow", highlight=False, markup=False)
 
     run, checkpoints = open_run(recipe, warn)
     parts = assemble(recipe)
+    recipe = parts.recipe
     for note in parts.notes:
         warn(note)
     progress = resume(recipe, run, parts, checkpoints, console, count_steps)

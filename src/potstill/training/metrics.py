@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from potstill.config import Recipe
+from potstill.data import lost_in
 from potstill.extras import lacking
 from potstill.files import could_not_write, json_lines, write_bytes
 from potstill.training.run import Callback, Run
@@ -282,6 +283,18 @@ class CutPrompts(Callback):
             )
 
 
+class CutTexts(Callback):
+    """Says at the end when max_length has lost more than a little of the data."""
+
+    def __init__(self, warn: Warn) -> None:
+        self._warn = warn
+
+    def ended(self, run: Run) -> None:
+        said = lost_in(run.counts)
+        if said is not None:
+            self._warn(said)
+
+
 def evaluation_line(evaluation: Mapping[str, Any]) -> str:
     parts = [f"{evaluation['bits_per_byte']:.4f} bits per byte", f"perplexity {evaluation['perplexity']:.2f}"]
     if evaluation["kl"] is not None:
@@ -303,6 +316,7 @@ def watchers(recipe: Recipe, console: Console, warn: Warn) -> list[Callback]:
         (True, lambda: JsonLines(warn)),
         (recipe.log.tensorboard, lambda: TensorBoard(warn)),
         (recipe.log.wandb is not None, lambda: Wandb(recipe.log.wandb or "", recipe)),
+        (True, lambda: CutTexts(warn)),  # they end in reverse: after the last line of the display
         (True, lambda: Display(console, recipe.log.every)),
         (bool(recipe.teachers), lambda: Coverage(console)),
         (recipe.policy.writes, lambda: CutPrompts(console, recipe.policy.num_generations)),

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch.optim import Optimizer
 
 from potstill.config import DataConfig, Recipe
-from potstill.data import Windows, count_windows
+from potstill.data import Windows, check_lengths, count_windows, with_pieces
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.evals.own_text import OwnText
 from potstill.files import json_lines, lock, remove_unfinished, write_text
@@ -54,6 +54,7 @@ class Parts:
     windows: Callable[[dict[str, Any] | None], Windows]  # from a position in the data
     evaluate: Callable[[], dict[str, Any]]
     data: DataConfig  # as the teachers need it
+    recipe: Recipe  # with the size of the pieces, where that was measured
     writer: LanguageModel | RemoteOrigin | None = None  # the first teacher, where it can be asked to write
     writer_shares_tokens: bool = True  # … in the student's own tokens
     identities: list[str | None] = field(default_factory=list)  # of teachers behind servers: which model they are
@@ -90,6 +91,16 @@ def open_run(recipe: Recipe, warn: Callable[[str], None]) -> tuple[Run, Checkpoi
     return Run(folder), checkpoints
 
 
+def as_begun(recipe: Recipe) -> Recipe:
+    """The recipe with the size of pieces that its run began with, where it does not say: a run is never measured twice."""
+    saved = Path(recipe.run) / RECIPE
+    used = saved.exists() and Checkpoints(Path(recipe.run) / "checkpoints", 1).all()
+    if recipe.data.piece_bytes is not None or not used:
+        return recipe
+    pieces = {"piece_bytes": load_recipe(saved).data.piece_bytes}
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=pieces)})
+
+
 _locks: dict[Path, int] = {}  # held until the process ends, however it ends
 
 
@@ -111,6 +122,12 @@ def assemble(recipe: Recipe) -> Parts:
     student = load_student(recipe.student, device, recipe.train.seed)
     dropout_notes = _set_dropout(recipe, student)
     data = as_teachers_need(recipe.data, recipe.teachers)
+    measured = with_pieces(data, student.tokenizer)
+    if measured is not data:
+        pieces = {"piece_bytes": measured.piece_bytes}
+        data, recipe = measured, recipe.model_copy(update={"data": recipe.data.model_copy(update=pieces)})
+    # A data set of which only the prompts are read may be as long as it likes.
+    lengths = check_lengths(data, student.tokenizer) if recipe.policy.data_share else []
     faculty = open_teachers(recipe.teachers, student, data, recipe.loss, device)
     for who, language_model in [
         ("the student", student),
@@ -166,11 +183,12 @@ def assemble(recipe: Recipe) -> Parts:
         windows,
         evaluate_student,
         data,
+        recipe,
         writer=faculty.writer,
         writer_shares_tokens=faculty.writer is not None
         and difference(student.tokenizer, faculty.writer.tokenizer) is None,
         identities=faculty.identities,
-        notes=[*student.notes, *dropout_notes, *faculty.notes],
+        notes=[*student.notes, *dropout_notes, *faculty.notes, *lengths],
     )
 
 
