@@ -106,7 +106,12 @@ def evaluate(
     data: Annotated[
         list[str], typer.Option(help="Files (jsonl, parquet, arrow, txt; globs), or a data set folder or name.")
     ],
-    teacher: Annotated[str | None, typer.Option(help="Measure KL and agreement against this model.")] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="Measure KL and agreement against this model, server (http://…) or cache folder.")
+    ] = None,
+    token_env: Annotated[
+        str | None, typer.Option(help="With a server: environment variable with its bearer token.")
+    ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Of the weights; default: float32, and the teacher's as saved."),
@@ -119,11 +124,14 @@ def evaluate(
     completion_column: Annotated[str | None, typer.Option(help="Column with completions, which are scored.")] = None,
     split: Annotated[str, typer.Option(help="Split of a data set.")] = "train",
     max_length: Annotated[
-        int | None, typer.Option(help="Longest sequence in tokens; default: what the models can read, at most 1024.")
+        int | None,
+        typer.Option(help="Longest window in tokens; default: what the models can read, at most 1024.", min=1),
     ] = None,
-    piece_bytes: Annotated[int | None, typer.Option(help="Cut texts into pieces of so many bytes.")] = None,
-    examples: Annotated[int | None, typer.Option(help="Use only the first so many examples.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 8,
+    piece_bytes: Annotated[
+        int | None, typer.Option(help="Cut texts into pieces of so many bytes; default: 4 × --max-length.", min=1)
+    ] = None,
+    examples: Annotated[int | None, typer.Option(help="Use only the first so many examples.", min=1)] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows per forward pass.", min=1)] = 8,
     packing: Annotated[bool, typer.Option(help="Several documents a row.")] = True,
     prompt: Annotated[list[str] | None, typer.Option(help="Also complete this beginning; may be repeated.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the completions.")] = 64,
@@ -136,6 +144,7 @@ def evaluate(
     evaluate_model(
         model,
         teacher=teacher,
+        token_env=token_env,
         dtype=dtype,
         revision=revision,
         trust_remote_code=trust_remote_code,

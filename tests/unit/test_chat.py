@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tiny_tokenizer import CHATML, ids, tiny_tokenizer
 
 from potstill.config import DataConfig, SourceConfig
-from potstill.data.examples import Encoder, json_key, piece_maker
+from potstill.data.encoding import Encoder
+from potstill.data.examples import json_key, piece_maker
 from potstill.text.chat import ChatRenderer, read_messages, read_tools, without_thinking
 from potstill.types import Example, PotstillError
 

@@ -3,11 +3,16 @@
 import json
 
 import pytest
-from tiny import tiny
+from served import Served
+from tiny import CPU, tiny
 from typer.testing import CliRunner
 
 from potstill.cli import app
+from potstill.config import DataConfig, TeacherConfig
 from potstill.evals.command import source_of
+from potstill.evals.fidelity import evaluate
+from potstill.models import load_teacher
+from potstill.teachers.live import LiveTeacher
 from potstill.types import PotstillError
 
 
@@ -37,9 +42,9 @@ def test_dtype_is_that_of_both_models(folder, monkeypatch):
     loaded = {}
     real = command.evaluate
 
-    def evaluate(student, teacher, *rest):
+    def evaluate(student, teacher, *rest, **options):
         loaded.update(student=student.model.dtype, teacher=teacher.language_model.model.dtype)
-        return real(student, teacher, *rest)
+        return real(student, teacher, *rest, **options)
 
     monkeypatch.setattr(command, "evaluate", evaluate)
     line = ["eval", f"{folder}/model", "--data", f"{folder}/texts.jsonl", "--teacher", f"{folder}/model", "--json"]
@@ -60,7 +65,7 @@ def test_revision_and_remote_code_reach_the_models(folder, monkeypatch):
 
     monkeypatch.setattr(command, "load_student", load_student)
     line = ["eval", "org/model", "--data", f"{folder}/texts.jsonl", "--revision", "v2", "--trust-remote-code"]
-    assert CliRunner().invoke(app, line).exception.args == ("org/model", "v2", True)
+    assert CliRunner().invoke(app, line).exception.__cause__.args == ("org/model", "v2", True)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +79,86 @@ def test_errors_name_the_argument(folder, monkeypatch, model, teacher, says):
     monkeypatch.chdir(folder)
     said = CliRunner().invoke(app, ["eval", model, "--data", "texts.jsonl", "--teacher", teacher, "--device", "cpu"])
     assert str(said.exception) == says
+
+
+def said_of(*words) -> dict:
+    said = CliRunner().invoke(app, ["eval", *map(str, words), "--device", "cpu", "--json"], catch_exceptions=False)
+    result = json.loads(said.stdout)
+    assert result.pop("samples") == []
+    return result
+
+
+@pytest.fixture(scope="module")
+def other(folder):
+    other = tiny(1)
+    other.model.save_pretrained(folder / "other")
+    other.tokenizer.save_pretrained(folder / "other")
+    (folder / "long.jsonl").write_text(
+        "".join(json.dumps({"text": f"{i} people of the union. " * 9}) + "\n" for i in range(6))
+    )
+    return folder / "other"
+
+
+def test_a_teacher_behind_a_server_gives_the_kl_of_the_model(folder, other):
+    """Windows too: they are asked about in their own tokens."""
+    words = [folder / "model", "--data", folder / "long.jsonl", "--max-length", 16]
+    live = said_of(*words, "--teacher", other)
+    with (
+        Served(other, "--token-env", "SERVED", env={"SERVED": "sesame"}) as served,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("ASKING", "sesame")
+        remote = said_of(*words, "--teacher", served.address, "--token-env", "ASKING")
+    assert live["kl"] > 0.01
+    assert remote == pytest.approx(live, rel=1e-4)
+    assert remote["bytes"] == (folder / "long.jsonl").stat().st_size - 6 * 13
+
+
+def test_a_cache_as_teacher_gives_the_kl_of_what_it_holds(folder, other):
+    from potstill.config import StoreConfig
+    from potstill.data import Windows
+    from potstill.teachers.build import build
+    from potstill.teachers.origin import LiveOrigin
+
+    data = DataConfig.model_validate({"sources": [{"files": str(folder / "long.jsonl")}], "piece_bytes": 150})
+    loaded = load_teacher(TeacherConfig(model=str(other)), CPU, "x")
+    build(LiveOrigin(loaded, "other"), StoreConfig(kind="hidden"), data, folder / "cache")
+    words = [folder / "model", "--data", folder / "long.jsonl", "--max-length", 128, "--packing"]
+    cached = said_of(*words, "--teacher", folder / "cache")
+    # Another way: the same text as it is trained on, the teacher's model beside it.
+    student = load_teacher(TeacherConfig(model=str(folder / "model")), CPU, "x")
+    whole = data.model_copy(update={"max_length": 128})
+    windows = Windows(whole, student.tokenizer, batch_size=8, micro_batch_size=8, seed=0, epochs=1)
+    batches = [batch for window in windows for batch in window.batches]
+    expected = evaluate(student, LiveTeacher(loaded, 2048, "other"), batches, CPU)
+    assert cached["kl"] == pytest.approx(expected["kl"], rel=2e-3)
+    assert cached["bytes"] == (folder / "long.jsonl").stat().st_size - 6 * 13
+    said = CliRunner().invoke(
+        app, ["eval", *map(str, words[:1]), "--data", f"{folder}/texts.jsonl", "--teacher", f"{folder}/cache"]
+    )
+    assert str(said.exception) == (
+        "--teacher: the cache has none of the 1 held-out examples; add them with `potstill cache build`, in pieces of 150 "
+        "bytes as the rest of it is"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--max-length", "500"],
+            "--max-length is 500 and {0}/model has 128 positions: set --max-length to 128 or less",
+        ),
+        (["--max-length", "1"], "--max-length: 1 leaves no room for a token and one before it"),
+        (["--text", "words"], "--text: "),
+    ],
+)
+def test_errors_name_the_options(folder, options, says):
+    line = ["eval", f"{folder}/model", "--data", f"{folder}/texts.jsonl", "--device", "cpu", *options]
+    assert str(CliRunner().invoke(app, line).exception).startswith(says.format(folder))
+
+
+def test_there_must_be_something_to_score(folder):
+    (folder / "empty.jsonl").write_text('{"text": ""}\n')
+    said = CliRunner().invoke(app, ["eval", f"{folder}/model", "--data", f"{folder}/empty.jsonl", "--device", "cpu"])
+    assert str(said.exception).startswith("--data: nothing to ")

@@ -8,7 +8,8 @@ import pytest
 from tiny_tokenizer import BOS, EOS, FIRST, ids, tiny_tokenizer
 
 from potstill.config import DataConfig, SourceConfig
-from potstill.data.examples import Encoded, Encoder, Piece, cut_text, json_key, piece_maker, text_key, uniform
+from potstill.data.encoding import Encoded, Encoder
+from potstill.data.examples import Piece, cut_text, json_key, piece_maker, text_key, uniform
 from potstill.types import Example, PotstillError
 
 ALPHABET = "ab \n\té€🚀\u3000\r"

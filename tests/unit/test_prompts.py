@@ -49,6 +49,15 @@ def test_of_a_plain_text_the_first_tokens_are_the_prompt() -> None:
     assert piece.text.startswith(prompt.text) and TOKENIZER(prompt.text).input_ids == ids[:7]
 
 
+def test_the_beginning_of_a_text_that_finds_no_room_is_cut_and_counted() -> None:
+    (piece,) = pieces({"text": "The people of the United States and their Congress"})
+    ids = TOKENIZER(piece.text).input_ids
+    prompt = prompter(most=4, prompt_tokens=6)(piece)
+    assert prompt.ids.tolist() == ids[:4] and prompt.cut == 3  # of bos and 6 tokens
+    assert prompter(most=7, prompt_tokens=6)(piece).cut == 0
+    assert prompter(most=48, prompt_tokens=1000)(piece).cut == 0  # there is no more text
+
+
 def test_a_prompt_never_ends_within_a_character() -> None:
     (piece,) = pieces({"text": "日本語のテキスト"})  # several byte tokens each
     whole = TOKENIZER(piece.text).input_ids

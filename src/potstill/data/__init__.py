@@ -1,6 +1,7 @@
 """Data sets to batches: sources, pieces, examples, and the windows of a run."""
 
-from potstill.data.examples import Encoded, Encoder, Piece, ids_key, json_key, piece_maker, untrimmed
+from potstill.data.encoding import Encoded, Encoder, untrimmed
+from potstill.data.examples import Piece, ids_key, json_key, piece_maker
 from potstill.data.layout import collate, pack, without
 from potstill.data.pipeline import COUNTS, Window, Windows, count_windows
 from potstill.data.prefetch import Prefetched, StoppedWaiting

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from potstill.config import DataConfig
-from potstill.data.examples import Encode, Encoded, Encoder, LengthsOnly, Piece
+from potstill.data.encoding import Encode, Encoded, Encoder, LengthsOnly
+from potstill.data.examples import Piece
 from potstill.data.layout import collate, pack
 from potstill.data.sources import generator
 from potstill.data.stream import Blocks, Place, State, beginning, open_stream

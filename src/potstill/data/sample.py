@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from potstill.config import DataConfig, SourceConfig
-from potstill.data.examples import Encoded, Encoder, Piece, cut_text, piece_maker
+from potstill.data.encoding import Encoded, Encoder
+from potstill.data.examples import Piece, cut_text, piece_maker
 from potstill.data.sources import Source
 from potstill.types import Example, PotstillError
 

@@ -7,14 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
-from potstill.models import check_fit, load_student
+from potstill.evals.reference import Reference, behind_server, in_cache
+from potstill.files import MANIFEST
+from potstill.models import LanguageModel, check_fit, load_student
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import checked
+from potstill.teachers.command import in_words_of_options
+from potstill.teachers.live import LiveTeacher
+from potstill.teachers.remote import RemoteOrigin, open_server
 from potstill.teachers.several import open_live
 from potstill.types import PotstillError
 
@@ -25,6 +31,7 @@ def evaluate_model(
     model: str,
     *,
     teacher: str | None,
+    token_env: str | None = None,
     dtype: Literal["float32", "bfloat16"] | None,
     revision: str | None,
     trust_remote_code: bool,
@@ -40,29 +47,68 @@ def evaluate_model(
     as_json: bool,
 ) -> dict[str, Any]:
     """Evaluate, print, and give back the numbers."""
-    keys = {"sources": [source], "max_length": max_length or 1024, "piece_bytes": piece_bytes, "packing": packing}
-    data = checked(DataConfig, keys, "--data")
-    device = pick_device(device_name)
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | ({"dtype": dtype} if dtype else {})
-    student = load_student(StudentConfig(model=model, revision=revision, **options), device, seed=0, key="MODEL")
-    opened = (
-        open_live(TeacherConfig(model=teacher, **options), student, device, "--teacher", "--teacher")
-        if teacher
-        else None
-    )
-    models = [(model, student), *([(opened.name, opened.language_model)] if opened is not None else [])]
-    if max_length is None:
-        data = data.model_copy(update={"max_length": min([1024, *(m.positions for _, m in models if m.positions)])})
-    for who, language_model in models:
-        check_fit(data, "--data", who, language_model)
-    console = Console(stderr=as_json, soft_wrap=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("evaluating", total=None)
-        batches = evaluation_batches(data, student, batch_size, examples, "--data")
-        result = evaluate(student, opened, batches, device, lambda n: bar.advance(task, n))
+    with in_words_of_options(True):
+        keys = {"sources": [source], "max_length": max_length or 1024, "piece_bytes": piece_bytes, "packing": packing}
+        data = checked(DataConfig, keys, "--data")
+        device = pick_device(device_name)
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | ({"dtype": dtype} if dtype else {})
+        student = load_student(StudentConfig(model=model, revision=revision, **options), device, seed=0, key="MODEL")
+        opened = None if teacher is None else _opened(teacher, student, options, token_env, device)
+        models: list[tuple[str, Any]] = [(model, student)]
+        if isinstance(opened, LiveTeacher):
+            models.append((opened.name, opened.language_model))
+        readers = [*(one for _, one in models), *([opened] if isinstance(opened, RemoteOrigin) else [])]
+        if max_length is None:
+            length = min([1024, *(reader.positions for reader in readers if reader.positions)])
+            data = data.model_copy(update={"max_length": length})
+        for who, language_model in models:
+            check_fit(data, "--data", who, language_model)
+        reference = _reference(teacher, opened, student, data, batch_size, examples)
+        console = Console(stderr=as_json, soft_wrap=True)
+        if reference is not None and reference.note:
+            console.print(reference.note, style="yellow", highlight=False, markup=False)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("evaluating", total=None)
+            batches = evaluation_batches(data, student, batch_size, examples, "--data")
+            against = None if reference is None else reference.teacher
+            asked = None if reference is None else reference.batches
+            advance = lambda rows: bar.advance(task, rows)  # noqa: E731
+            result = evaluate(student, against, batches, device, advance, asked=asked, key="--data")
     result["samples"] = complete(student, prompts, max_new_tokens)
     print(json.dumps(result, ensure_ascii=False)) if as_json else show(console, result)
     return result
+
+
+def _opened(
+    teacher: str, student: LanguageModel, options: dict[str, Any], token_env: str | None, device: torch.device
+) -> LiveTeacher | RemoteOrigin | Path:
+    """A model, a server, or the folder of a cache."""
+    if teacher.startswith(("http://", "https://")):
+        if "dtype" in options:
+            options = {key: value for key, value in options.items() if key != "dtype"}  # the server has its own
+        remote = {"remote": {"token": token_env}} if token_env else {}
+        return open_server(checked(TeacherConfig, {"server": teacher, **options, **remote}, "--teacher"), "--teacher")
+    if token_env is not None:
+        raise PotstillError(f"--token-env goes with a server, and {teacher} is none: leave it out")
+    if (Path(teacher) / MANIFEST).exists():
+        return Path(teacher)
+    return open_live(TeacherConfig(model=teacher, **options), student, device, "--teacher", "--teacher")
+
+
+def _reference(
+    teacher: str | None,
+    opened: LiveTeacher | RemoteOrigin | Path | None,
+    student: LanguageModel,
+    data: DataConfig,
+    batch_size: int,
+    examples: int | None,
+) -> Reference | None:
+    if isinstance(opened, Path):
+        return in_cache(opened, student, data, batch_size=batch_size, limit=examples, where="--teacher")
+    if isinstance(opened, RemoteOrigin):
+        config = TeacherConfig(server=teacher)
+        return behind_server(config, opened, student, data, "--teacher", "--data", exact=True)
+    return None if opened is None else Reference(opened)
 
 
 def source_of(data: Sequence[str], **columns: Any) -> dict[str, Any]:

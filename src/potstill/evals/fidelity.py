@@ -4,7 +4,8 @@ writes. Bits per byte does not depend on the tokenizer: nats of all supervised t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,51 +14,89 @@ from torch import Tensor
 from potstill.config import DataConfig
 from potstill.data import Windows
 from potstill.losses import compare_rows
+from potstill.losses.compare import RowStats
 from potstill.models import LanguageModel
-from potstill.teachers.live import LiveTeacher
-from potstill.types import Batch, PotstillError
+from potstill.types import Batch, PotstillError, Teacher
 
 CALIBRATION_BINS = 15
+
+
+@dataclass
+class Sums:
+    """What is added up over batches, in float64: rows and their values."""
+
+    rows: int = 0
+    values: dict[str, float] = field(
+        default_factory=dict
+    )  # a value that is not known for some rows is not there at all
+
+    def add(self, columns: Mapping[str, Tensor | None]) -> None:
+        found = {name: column for name, column in columns.items() if column is not None}
+        if not self.rows:
+            self.values = dict.fromkeys(found, 0.0)
+        totals = torch.stack([column.double().sum() for column in found.values()]).tolist()
+        self.rows += len(next(iter(found.values())))
+        for name, total in zip(found, totals, strict=True):
+            if name in self.values:
+                self.values[name] += total
+
+    def mean(self, name: str) -> float | None:
+        return self.values[name] / self.rows if self.rows and name in self.values else None
 
 
 @torch.no_grad()
 def evaluate(
     student: LanguageModel,
-    teacher: LiveTeacher | None,
+    teacher: Teacher | None,
     batches: Iterable[Batch],
     device: torch.device,
     progress: Callable[[int], None] = lambda rows: None,
+    *,
+    asked: Sequence[Batch] | None = None,
+    key: str = "eval.data",
 ) -> dict[str, Any]:
-    """The student on held-out batches; against the teacher when there is one."""
+    """The student on held-out batches; against the teacher when there is one. `asked`: what the teacher is asked about, where
+    that is other text than these, or less."""
     training = student.model.training
     student.model.eval()
     total_bytes = 0
-    sums = torch.zeros(5, dtype=torch.float64)  # rows, nll, kl, agreement, correct
+    own, close = Sums(), Sums()
     bins = torch.zeros(CALIBRATION_BINS, 3, dtype=torch.float64)  # rows, confidence, correct
     for host_batch in batches:
-        batch = host_batch.to(device)
-        head = student.at_rows(student.hidden(batch, batch.rows.student))
-        target = teacher.targets(batch) if teacher is not None else None
-        stats = compare_rows(head, batch.rows.labels, target)
-        columns = [torch.ones_like(stats.nll), stats.nll, stats.kl, stats.agreement, stats.correct]
-        sums += torch.stack([stats.nll.new_zeros(()) if c is None else c.double().sum() for c in columns]).cpu()
+        stats = _compared(student, teacher if asked is None else None, host_batch, device)
+        own.add({"nll": stats.nll, "correct": stats.correct})
+        close.add({"rows": torch.ones_like(stats.nll), "kl": stats.kl, "agreement": stats.agreement})
         bins += _binned(stats.confidence, stats.correct).cpu()
-        total_bytes += sum(example.supervised_bytes for example in batch.examples)
-        progress(len(batch.rows))
+        total_bytes += sum(example.supervised_bytes for example in host_batch.examples)
+        progress(len(host_batch.rows))
+    if asked is not None:
+        close = Sums()
+        for host_batch in asked:
+            stats = _compared(student, teacher, host_batch, device)
+            close.add({"rows": torch.ones_like(stats.nll), "kl": stats.kl, "agreement": stats.agreement})
     student.model.train(training)
-    rows, nll, kl, agreement, correct = sums.tolist()
-    if not rows or not total_bytes:
-        raise PotstillError("eval.data: there is no supervised text to evaluate on")
+    if not own.rows or not total_bytes:
+        raise PotstillError(f"{key}: there is no supervised text to evaluate on")
+    nll = own.values["nll"]
     return {
         "bits_per_byte": nll / math.log(2) / total_bytes,
-        "perplexity": math.exp(min(nll / rows, 700.0)),
-        "kl": kl / rows if teacher is not None else None,
-        "agreement": agreement / rows if teacher is not None else None,
-        "accuracy": correct / rows,
+        "perplexity": math.exp(min(nll / own.rows, 700.0)),
+        "kl": close.mean("kl"),
+        "agreement": close.mean("agreement"),
+        "accuracy": own.mean("correct"),
         "ece": _expected_calibration_error(bins),
-        "tokens": int(rows),
+        "tokens": own.rows,
         "bytes": total_bytes,
     }
+
+
+def _compared(student: LanguageModel, teacher: Teacher | None, host_batch: Batch, device: torch.device) -> RowStats:
+    batch = host_batch.to(device)
+    head = student.at_rows(student.hidden(batch, batch.rows.student))
+    target = None
+    if teacher is not None:
+        target = teacher.targets(batch, teacher.complete(batch, teacher.prepare(host_batch)))
+    return compare_rows(head, batch.rows.labels, target)
 
 
 def _binned(confidence: Tensor, correct: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Prompt:
     piece: Piece  # of the data set
     text: str  # as the writer reads it: rendered by its template, or plain
     ids: npt.NDArray[np.int32]  # [P]
-    cut: int  # tokens left out on the left, for want of room
+    cut: int  # tokens left out for want of room: on the left, of the beginning of a plain text at its end
     messages: Sequence[Mapping[str, Any]] | None  # of a chat: what is answered
 
 
@@ -85,12 +85,14 @@ class Prompter:
         ids = np.array(encoding.ids, dtype=np.int32)
         spans = encoding.offsets
         last = len(ids) - self._after
-        end = min(self._before + min(self._prompt_tokens, self._most - self._before), last)
+        wanted = min(self._before + self._prompt_tokens, last)
+        end = min(wanted, self._most)
+        cut = max(0, wanted - end)
         while self._before < end < last and spans[end][0] < spans[end - 1][1]:
             end -= 1  # within a character
         if end <= self._before:
             return None
-        return Prompt(piece, piece.text[: spans[end - 1][1]], ids[:end], 0, None)
+        return Prompt(piece, piece.text[: spans[end - 1][1]], ids[:end], cut, None)
 
 
 class Answers:

@@ -40,6 +40,14 @@ KINDS_OF: dict[str, tuple[str, ...]] = {  # what a setting is for
     "seed": ("sampled", "top_k"),
 }
 OPTIONS = {"files": "data", "dataset": "data", "prompt": "prompt-column", "completion": "completion-column"}
+LAYOUT_OPTIONS = {  # longer words first
+    "max_length": "--max-length",
+    "packing to false": "--no-packing",
+    "packing": "--packing",
+    "piece_bytes": "--piece-bytes",
+    "sources[0]": "--data",
+    "sources": "--data",
+}
 HEAVY_REST = 0.05  # of the mass: worth a word
 SAMPLE = 32  # documents to compute again
 LINE_SECONDS = 30.0  # between two lines of a log file
@@ -212,7 +220,12 @@ def in_words_of_options(data: bool) -> Iterator[None]:
     except PotstillError as error:
         found = re.match(r"--data\.sources\[0\]\.(\w+)", str(error)) if data else None
         if found is None:
-            raise
+            words = str(error)
+            for key, option in LAYOUT_OPTIONS.items():
+                words = words.replace(f"--data.{key}", option)
+            if words == str(error) or not data:
+                raise
+            raise PotstillError(words) from error
         role = found[1]
         option = f"--{OPTIONS.get(role, role)}"
         words = option + str(error)[found.end() :]

@@ -275,8 +275,8 @@ class CutPrompts(Callback):
         if cut > 0.5 * written and not self._said:
             self._said = True
             self._console.print(
-                f"step {run.step}: {cut:,} of {written:,.0f} prompts were cut on the left, for data.max_length leaves no more "
-                "room before policy.sampling.max_new_tokens: raise the one or lower the other",
+                f"step {run.step}: {cut:,} of {written:,.0f} prompts were cut, for data.max_length leaves no more room before "
+                "policy.sampling.max_new_tokens: raise the one or lower the other",
                 style="yellow",
                 highlight=False,
                 markup=False,

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from potstill.config import DataConfig, Recipe
 from potstill.data import Windows, check_lengths, count_windows, with_pieces
-from potstill.evals.fidelity import complete, evaluate, evaluation_batches
+from potstill.evals.fidelity import complete, evaluation_batches
 from potstill.evals.own_text import OwnText
+from potstill.evals.reference import measured_against, reference_of
 from potstill.files import json_lines, lock, remove_unfinished, write_text
 from potstill.models import LanguageModel, backbone, check_fit, difference, load_student
 from potstill.models.dropout import set_dropout
@@ -94,7 +95,7 @@ def open_run(recipe: Recipe, warn: Callable[[str], None]) -> tuple[Run, Checkpoi
 def as_begun(recipe: Recipe) -> Recipe:
     """The recipe with the size of pieces that its run began with, where it does not say: a run is never measured twice."""
     saved = Path(recipe.run) / RECIPE
-    used = saved.exists() and Checkpoints(Path(recipe.run) / "checkpoints", 1).all()
+    used = saved.exists() and Checkpoints(Path(recipe.run) / "checkpoints", 1, lambda message: None).all()
     if recipe.data.piece_bytes is not None or not used:
         return recipe
     pieces = {"piece_bytes": load_recipe(saved).data.piece_bytes}
@@ -149,6 +150,7 @@ def assemble(recipe: Recipe) -> Parts:
     module = StudentLoss(student).train()
     optimizers = make_optimizers(student.model, student.model.get_output_embeddings(), recipe.train.optimizer)
     own_text = _own_text(recipe, student, faculty)
+    reference, notes = reference_of(recipe.teachers, faculty, student, recipe.eval)
     held_out: list[Batch] = []
 
     def windows(state: dict[str, Any] | None) -> Windows:
@@ -167,7 +169,7 @@ def assemble(recipe: Recipe) -> Parts:
         assert recipe.eval is not None
         if not held_out:
             held_out.extend(evaluation_batches(recipe.eval.data, student, recipe.eval.batch_size, recipe.eval.examples))
-        result = evaluate(student, faculty.live[0] if faculty.live else None, held_out, device)
+        result = measured_against(reference, student, held_out, device)
         if own_text is not None:
             result |= own_text()
         return {**result, "samples": complete(student, recipe.eval.prompts, recipe.eval.max_new_tokens)}
@@ -188,7 +190,7 @@ def assemble(recipe: Recipe) -> Parts:
         writer_shares_tokens=faculty.writer is not None
         and difference(student.tokenizer, faculty.writer.tokenizer) is None,
         identities=faculty.identities,
-        notes=[*student.notes, *dropout_notes, *faculty.notes, *lengths],
+        notes=[*student.notes, *dropout_notes, *faculty.notes, *lengths, *notes],
     )
 
 
