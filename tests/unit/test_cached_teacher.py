@@ -389,6 +389,35 @@ def test_a_missing_document_is_named_and_all_are_counted(partial, student, data)
     assert f"`potstill cache build RECIPE --out {partial}`" in message and "on_missing: skip" in message
 
 
+@pytest.mark.parametrize("length", [{"epochs": 1}, {"steps": 40}], ids=str)
+def test_what_is_missing_is_told_before_the_first_step(partial, files, tmp_path, length):
+    """The texts come first, and are there: without the look at the start the run would get as far as the chats."""
+    recipe = recipe_of(tmp_path / "run", files, {"cache": str(partial)}, batch_size=1, micro_batch_size=None)
+    recipe["train"] = {**{k: v for k, v in recipe["train"].items() if k not in ("epochs", "steps")}, **length}
+    recipe["data"] |= {"shuffle": False, "packing": False}
+    with pytest.raises(PotstillError, match=r"10 of the \d+ documents of data are not in it: add what is missing"):
+        potstill.train(recipe)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert not metrics.exists() or not metrics.read_text()
+    recipe["train"] = {**recipe["train"], "steps": 3}
+    recipe["train"].pop("epochs", None)
+    assert potstill.train(recipe).step == 3, "what the run does not come to is not asked for"
+
+
+def test_only_what_a_teacher_is_asked_about_must_be_there(partial, files, tmp_path):
+    recipe = recipe_of(tmp_path / "run", files, {"cache": str(partial), "only": {"kind": "text"}}, batch_size=4)
+    sources = recipe["data"]["sources"]
+    for source, kind in zip(sources, ("text", "other", "other"), strict=True):
+        lines = [json.loads(line) for line in Path(source["files"]).read_text(encoding="utf-8").splitlines()]
+        path = tmp_path / Path(source["files"]).name
+        path.write_text("".join(json.dumps({**line, "kind": kind}) + "\n" for line in lines), encoding="utf-8")
+        source["files"] = str(path)
+    recipe["teachers"].append({"cache": str(partial), "only": {"kind": "text"}})
+    recipe["train"] = {**recipe["train"], "steps": 2}
+    recipe["train"].pop("epochs", None)
+    assert potstill.train(recipe).step == 2
+
+
 def test_what_the_message_says_to_run_works_for_a_shorter_max_length_too(partial, teacher, student, files, tmp_path):
     """Pieces are cut as the cache's were, though 4 × max_length is another number; texts join a cache of chats."""
     folder = tmp_path / "cache"

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +32,7 @@ from potstill.teachers.weighing import RoutedTeacher
 from potstill.types import Batch, PotstillError, Teacher
 
 SKIPPED = "skipped_examples"
+LOOKED_UP = 10_000  # documents, before a run begins
 NOTHING_LEFT = "data: on_missing is skip, and the cache has none of the documents"
 
 
@@ -255,6 +257,22 @@ def _left(windows: Iterable[Window], teachers: Sequence[Teacher], counts: Mappin
             continue
         barren = None
         yield _counted(window, batches, skipped, unused)
+
+
+def check_there(windows: Callable[[], Iterable[Window]], teachers: Sequence[Teacher], steps: int) -> None:
+    """Before a run: that a cache with no model beside it has what the run reads first. What is missing further on is told when
+    it is read ahead: to look everything up would be to read the data twice."""
+    asked = [(t.teacher, t.wants) if isinstance(t, RoutedTeacher) else (t, lambda _: True) for t in teachers]
+    shelves = [(t.shelf, wants) for t, wants in asked if isinstance(t, CachedTeacher | AlignedCached)]
+    caches = [(shelf, wants) for shelf, wants in shelves if isinstance(shelf, Shelf) and shelf.fixed]
+    looked_up = 0
+    for window in islice(windows(), steps) if caches else ():
+        examples = [example for batch in window.batches for example in batch.examples]
+        for shelf, wants in caches:
+            shelf.check_there([example for example in examples if wants(example)])
+        looked_up += len(examples)
+        if looked_up >= LOOKED_UP or window.epoch:
+            return
 
 
 def count_left(windows: Iterable[Window], teachers: Sequence[Teacher], progress: Callable[[int], None]) -> int:

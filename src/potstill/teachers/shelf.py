@@ -78,6 +78,11 @@ class Shelf:
         self._piece = piece
         self._heads: dict[tuple[torch.device, int], DenseTarget] = {}
 
+    @property
+    def fixed(self) -> bool:
+        """Whether a document that is missing is an error: nobody is to compute it, or to leave it out."""
+        return self._scribe is None and not self._skip
+
     def head(self, device: torch.device, width: int) -> DenseTarget:
         """The teacher's own, over so many ids; of a cache of hidden states."""
         if (device, width) not in self._heads:
@@ -89,6 +94,13 @@ class Shelf:
             return ()
         found = self.cache.find([example.key for example in batch.examples])
         return [i for i, at in enumerate(found) if at < 0]
+
+    def check_there(self, examples: Sequence[Example]) -> None:
+        """An error where one of them is missing."""
+        asked = [example for example in examples if example.supervised.any()]
+        found = self.cache.find([example.key for example in asked])
+        if (found < 0).any():
+            raise self._missing(asked[int(np.argmax(found < 0))])
 
     def documents(self, examples: Sequence[Example]) -> list[Document] | None:
         """None: some of them are still to be computed."""

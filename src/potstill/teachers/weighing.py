@@ -51,11 +51,11 @@ class RoutedTeacher:
         self.name, self.weight, self.ahead = teacher.name, teacher.weight, teacher.ahead
         self._only = {column: {wanted} if isinstance(wanted, str) else set(wanted) for column, wanted in only.items()}
 
-    def _wants(self, example: Example) -> bool:
+    def wants(self, example: Example) -> bool:
         return all(example.columns[column] in wanted for column, wanted in self._only.items())
 
     def _asked(self, batch: Batch) -> tuple[npt.NDArray[np.bool_], Batch | None]:
-        keep = np.array([self._wants(e) and bool(e.supervised.any()) for e in batch.examples], dtype=np.bool_)
+        keep = np.array([self.wants(e) and bool(e.supervised.any()) for e in batch.examples], dtype=np.bool_)
         chosen = [[e] for e, wanted in zip(batch.examples, keep, strict=True) if wanted]
         return keep, collate(chosen, pad_id=0) if chosen else None
 

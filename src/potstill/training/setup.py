@@ -24,7 +24,7 @@ from potstill.models.dropout import set_dropout
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
 from potstill.teachers.remote import RemoteOrigin
-from potstill.teachers.several import Faculty, as_teachers_need, count_left, open_teachers
+from potstill.teachers.several import Faculty, as_teachers_need, check_there, count_left, open_teachers
 from potstill.training.checkpoint import Checkpoints, Progress
 from potstill.training.metrics import EVALS, METRICS
 from potstill.training.optimizer import make_optimizers
@@ -251,6 +251,8 @@ def resume(
     found = checkpoints.newest()
     if found is None:
         total = recipe.train.steps or _count_steps(recipe, parts, console, count_written)
+        if not recipe.policy.writes and not any(source.streaming for source in parts.data.sources):
+            check_there(lambda: parts.windows(None), parts.teachers, total)
         progress = Progress(0, 0, None, {}, total, None, None, teachers=parts.identities)
     else:
         path, progress = found
