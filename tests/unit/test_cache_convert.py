@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import random
 import re
 import struct
 import sys
@@ -26,7 +27,7 @@ from potstill.teachers.build import build
 from potstill.teachers.codec import read_chosen, read_hidden, read_rest, read_sampled, read_top_k
 from potstill.teachers.convert import convert, convert_cache
 from potstill.teachers.foreign import example_features, varints
-from potstill.teachers.imports import NOT_CUT, import_cache
+from potstill.teachers.imports import COLUMNS, NOT_CUT, READERS, import_cache
 from potstill.teachers.inspect import verify
 from potstill.teachers.store import Cache, begun_cache
 from potstill.types import PotstillError
@@ -655,6 +656,71 @@ def test_ids_that_are_true_or_false_are_refused(tiny_teacher, tmp_path):
     keys = {"layout": "maxtext", "tokenizer": str(tiny_teacher), "teacher_name": "big", "texts": tmp_path / "t.jsonl"}
     with pytest.raises(PotstillError, match="its ids are of type bool, where integers were expected"):
         import_cache([write_records(tmp_path / "a.array_record", [data])], tmp_path / "cache", **keys)
+
+
+@pytest.mark.parametrize("layout", ["parquet", "maxtext"])
+def test_damaged_files_of_others_are_one_sentence(tmp_path, layout):
+    """150 of each. Whatever can still be read is what an import then checks."""
+    random_numbers = np.random.default_rng(0)
+    made = [
+        ("", random_numbers.integers(0, 500, 12), np.argsort(random_numbers.random((12, 500)), -1)[:, :4],
+         random_numbers.normal(size=(12, 4)).astype("f4")) for _ in range(40)
+    ]  # fmt: skip
+    if layout == "parquet":
+        path = write_parquet(tmp_path / "a.parquet", made, [one[3] for one in made])
+    else:
+        names = ("inputs", "top_k_indices", "top_k_logits")
+        records = [tf_example(dict(zip(names, one[1:], strict=True))) for one in made]
+        path = write_records(tmp_path / "a.array_record", records)
+    whole = path.read_bytes()
+    refused = 0
+    for seed in range(150):
+        generator = random.Random(seed)
+        content = bytearray(whole)
+        for _ in range(generator.choice([1, 1, 2, 8])):
+            content[generator.randrange(len(content))] = generator.randrange(256)
+        if generator.random() < 0.2:
+            content = content[: generator.randrange(len(content))]
+        path.write_bytes(content)
+        try:
+            for record in READERS[layout](path, COLUMNS[layout]):
+                assert record.ids.shape == record.values.shape and record.ids.dtype == np.int64, seed
+        except PotstillError as error:
+            refused += 1
+            assert str(path) in str(error) and "\n" not in str(error), seed
+    assert refused > 50
+
+
+@pytest.mark.parametrize(
+    "case", ["no list", "no cell", "texts of numbers", "two columns", "a list of texts", "normalisers"]
+)
+def test_parquet_of_another_shape_is_one_sentence(tiny_teacher, tmp_path, case):
+    lists = {"input_ids": [[5, 6]], "top_k_indices": [[[1], [2]]], "top_k_logprobs": [[[-0.1], [-0.2]]], "text": ["x"]}
+    changes, words = {
+        "no list": ({"input_ids": [3]}, "holds int64 where a list was expected"),
+        "no cell": ({"top_k_indices": pa.array([None], pa.list_(pa.list_(pa.int64())))}, "holds nothing where a list"),
+        "texts of numbers": ({"text": [3]}, "holds int64 where a text was expected"),
+        "two columns": ({}, "has more than one column input_ids"),
+        "a list of texts": ({"top_k_indices": [["a", "b"]]}, "holds string where numbers"),
+        "normalisers": ({"z": [[1.0]]}, "has entries at 2 tokens and 1 normalisers"),
+    }[case]
+    table = pa.table({**lists, **changes})
+    if case == "two columns":
+        table = table.append_column("input_ids", pa.array([[1, 2]]))
+    pq.write_table(table, tmp_path / "a.parquet")
+    columns = {"text": "text"} | ({"normaliser": "z"} if case == "normalisers" else {})
+    keys = {"layout": "parquet", "tokenizer": str(tiny_teacher), "teacher_name": "big", "columns": columns}
+    with pytest.raises(PotstillError, match=words):
+        import_cache([tmp_path / "a.parquet"], tmp_path / "cache", **keys)
+
+
+def test_a_batch_of_features_of_different_sizes(tiny_teacher, tmp_path):
+    record = {"inputs": np.ones((2, 3), "i8"), "top_k_logits": np.ones((2, 3, 2), "f4")}
+    keys = {"layout": "maxtext", "tokenizer": str(tiny_teacher), "teacher_name": "big", "texts": tmp_path / "t.jsonl"}
+    for ids in (np.ones((1, 3, 2), "i8"), np.array(7)):
+        data = safetensors.numpy.save({**record, "top_k_indices": ids})
+        with pytest.raises(PotstillError, match="features are of different numbers of sequences"):
+            import_cache([write_records(tmp_path / "a.array_record", [data])], tmp_path / "cache", **keys)
 
 
 def test_a_real_array_record_file(teacher, tiny_teacher, tmp_path):

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import safetensors
 import safetensors.numpy
 
+from potstill.data.sources import first_line
 from potstill.extras import lacking
 from potstill.types import PotstillError
 
@@ -58,8 +59,8 @@ def _array_records(module: Any, path: Path) -> Iterator[bytes]:
         for begin in range(0, count, AT_ONCE):
             yield from reader.read(list(range(begin, min(begin + AT_ONCE, count))))
         reader.close()  # says what went wrong, also when the file was opened
-    except RuntimeError as error:
-        raise PotstillError(f"{path} cannot be read as an array_record file: {error}") from error
+    except (RuntimeError, ValueError, IndexError, MemoryError, OSError) as error:
+        raise PotstillError(f"{path} cannot be read as an array_record file: {first_line(error)}") from error
 
 
 def _sequences(data: bytes, columns: Mapping[str, str], source: str) -> Iterator[Record]:
@@ -71,9 +72,17 @@ def _sequences(data: bytes, columns: Mapping[str, str], source: str) -> Iterator
     if data[8:9] == b"{":
         try:
             features = safetensors.numpy.load(data)
-        except safetensors.SafetensorError as error:
+        except (
+            safetensors.SafetensorError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as error:  # the others: of a dtype NumPy lacks
             raise PotstillError(f"{source} is neither a tf.train.Example nor safetensors ({error})") from error
         tokens = columns["tokens"] if columns["tokens"] in features else BATCH_TOKENS
+        sizes = {name: value.shape[:1] for name, value in features.items()}
+        if len(set(sizes.values())) > 1 or () in sizes.values():
+            raise PotstillError(f"{source} is a batch whose features are of different numbers of sequences: {sizes}")
         for number in range(len(_feature(features, tokens, source))):
             one = {name: value[number] for name, value in features.items()}
             yield _record(one, {**columns, "tokens": tokens}, f"{source}, sequence {number}")
@@ -201,20 +210,26 @@ def varints(data: memoryview) -> npt.NDArray[np.int64]:
 
 
 def parquet_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
+    number = 0
+    for batch in _batches(path, columns):
+        for row in range(batch.num_rows):
+            yield _row({role: batch[name][row] for role, name in columns.items()}, f"{path}, record {number}")
+            number += 1
+
+
+def _batches(path: Path, columns: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
     try:
-        file = pq.ParquetFile(path)
-    except (OSError, pa.ArrowException) as error:
-        raise PotstillError(f"{path} cannot be read: {error}") from error
-    with file:
-        there = file.schema_arrow.names
-        for role, name in columns.items():
-            if name not in there:
-                raise PotstillError(f"{path} has no column {name} (there: {', '.join(there)}): --column {role}=NAME")
-        number = 0
-        for batch in file.iter_batches(AT_ONCE, columns=list(columns.values())):
-            for row in range(batch.num_rows):
-                yield _row({role: batch[name][row] for role, name in columns.items()}, f"{path}, record {number}")
-                number += 1
+        with pq.ParquetFile(path) as file:
+            there = file.schema_arrow.names
+            for role, name in columns.items():
+                if there.count(name) != 1:
+                    what = "no column" if name not in there else "more than one column"
+                    raise PotstillError(f"{path} has {what} {name} (there: {', '.join(there)}): --column {role}=NAME")
+            for batch in file.iter_batches(AT_ONCE, columns=list(columns.values())):
+                batch.validate(full=True)  # Arrow believes the offsets in a file: wrong ones would read other memory
+                yield batch
+    except (OSError, ValueError, MemoryError, pa.ArrowException) as error:
+        raise PotstillError(f"{path} cannot be read as a parquet file: {first_line(error)}") from error
 
 
 def _row(cells: Mapping[str, Any], source: str) -> Record:
@@ -231,13 +246,15 @@ def _row(cells: Mapping[str, Any], source: str) -> Record:
     if "normaliser" in lists:
         matrix = _less(matrix, _real(_numbers(lists["normaliser"], source), "normaliser", source), source)
     text = cells["text"].as_py() if "text" in cells else None
+    if "text" in cells and not isinstance(text, str):
+        raise PotstillError(f"{source} holds {cells['text'].type} where a text was expected")
     return Record(tokens, id_matrix, matrix, None, "normaliser" in cells, text, source)
 
 
 def _lists(cell: Any, tokens: int, source: str) -> tuple[Array, Array]:
     """The numbers of a list a token, and how many each list has; of one long list as many at each token."""
     if pa.types.is_list(cell.type) or pa.types.is_large_list(cell.type) or pa.types.is_fixed_size_list(cell.type):
-        counts = np.array([0 if count is None else count for count in cell.value_lengths().to_pylist()])
+        counts = np.array([0 if count is None else count for count in cell.value_lengths().to_pylist()], dtype=np.int64)
         return _numbers(cell.flatten(), source), counts
     flat = _numbers(cell, source)
     if not tokens or len(flat) % tokens:
