@@ -78,6 +78,7 @@ FAMILIES = [
     ("xlstm", {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "chunk_size": 16}, AGAIN),
     ("rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 128}, AGAIN),
 ]  # fmt: skip
+LIKE_ANOTHER = ("zamba2", "falcon_mamba", "xlstm")  # of the families here
 KEYS = {kind: keys for kind, keys, _ in FAMILIES}
 PROMPTS = [np.random.default_rng(n).integers(5, 2000, n).astype(np.int32) for n in (3, 9, 1, 8, 14)]
 ASKED = [Ask(PROMPTS[i], seed) for seed, i in enumerate((0, 1, 2, 3, 4, 1, 1, 0))]
@@ -96,7 +97,10 @@ def alone(model: LanguageModel, ask: Ask, ids: np.ndarray) -> torch.Tensor:
     return target_logits(model.at_rows(hidden, len(model.tokenizer)), slice(None)).log_softmax(-1)
 
 
-@pytest.mark.parametrize(("kind", "keys", "way"), FAMILIES, ids=[kind for kind, _, _ in FAMILIES])
+@pytest.mark.parametrize(
+    ("kind", "keys", "way"),
+    [pytest.param(*each, id=each[0], marks=[pytest.mark.slow] * (each[0] in LIKE_ANOTHER)) for each in FAMILIES],
+)
 def test_what_is_written_is_what_the_model_says_of_each_text_alone(kind, keys, way) -> None:
     model = load(kind, keys)
     free = TransformersEngine(model, SamplingConfig(max_new_tokens=10), stop_ids=())
