@@ -5,10 +5,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 VLLM   := .venv-vllm
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadgroup
+SHARE  ?= 1
+SEED   ?=
+N      ?= 20
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-vllm lint format lock bench-loss bench-align bench-on-policy clean
+.PHONY: help setup quickstart test test-slow test-hard test-races test-vllm lint format lock bench-loss bench-align bench-on-policy clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,10 +33,18 @@ quickstart: setup  ## distil the shipped teacher into a small student, end to en
 
 test: lint  ## lint, types, and all tests but the slow ones
 	$(BIN)/mypy src
-	$(PYTEST) -m "not slow and not vllm"
+	$(PYTEST) -m "not slow and not hard and not vllm"
 
 test-slow: setup  ## the slow tests
-	$(PYTEST) -m "slow and not vllm"
+	$(PYTEST) -m "slow and not hard and not vllm"
+
+# SHARE makes it smaller, SEED repeats one; benchmarks/results/reliability.json keeps the figures of a whole one.
+test-hard: setup  ## kills, damages, full disks, fuzzed inputs, load and soak; about half an hour (SHARE=0.2: less)
+	POTSTILL_HARD_SHARE=$(SHARE) POTSTILL_HARD_SEED=$(SEED) $(PYTEST) --timeout 7200 -m hard -rP tests/hard
+	@test "$(SHARE)" != 1 || $(BIN)/python tests/hard/figures.py
+
+test-races: setup  ## the tests with processes, signals, sockets or threads, N=20 times on a busy machine
+	$(BIN)/python tests/races.py $(N)
 
 test-vllm:  ## the tests with a real vLLM, in an environment of its own (3 minutes to install, the first time)
 	@PYTHON=$(PYTHON) tools/setup_vllm $(VLLM)

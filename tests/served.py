@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-SECONDS = 120.0  # that a server may take to be ready
+SECONDS = 240.0  # that a server may take to be ready, or to end
 
 
 class Served:
@@ -65,7 +65,7 @@ class Served:
         """With SIGTERM, as an operator does; gives the exit code."""
         if self.process.poll() is None:
             self.process.terminate()
-        return self.process.wait(60)
+        return self.process.wait(SECONDS)
 
     def __enter__(self) -> Served:
         return self

@@ -38,7 +38,7 @@ class Threaded:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(120)
         self._socket.close()
         assert not self._thread.is_alive()
 
@@ -72,7 +72,7 @@ class Altered:
 class Together:
     """An application that answers requests of one address only when so many are there at once; `most`: that ever were."""
 
-    def __init__(self, application: Any, path: str, count: int, seconds: float = 20.0) -> None:
+    def __init__(self, application: Any, path: str, count: int, seconds: float = 120.0) -> None:
         self.application, self.path, self.count, self.seconds = application, path, count, seconds
         self.now = self.most = self.total = 0
 

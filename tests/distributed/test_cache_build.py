@@ -19,7 +19,6 @@ from potstill.teachers.build import build
 from potstill.teachers.inspect import verify
 from potstill.teachers.store import Cache
 
-pytestmark = pytest.mark.xdist_group("cache ranks")
 PATIENCE = 240
 
 

@@ -9,7 +9,6 @@ from sliced_calls import KINDS, REFUSED, ROWS, SLICES, SlicedCall, calls, even, 
 
 from potstill.losses import DIVERGENCES
 
-pytestmark = pytest.mark.xdist_group("vocabulary slices")  # one worker, so that the processes are started once
 WORLDS = list(SLICES)
 PATIENCE = 240  # seconds for all calls of all ranks; they take about ten
 

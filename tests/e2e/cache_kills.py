@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from cache_content import content

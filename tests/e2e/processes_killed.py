@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+PATIENCE = 300.0  # seconds; nothing here takes so long on a machine with other work to do
+
 
 class Process:
     """`potstill train RECIPE` in a process of its own, to be watched and killed."""
@@ -25,7 +27,7 @@ class Process:
 
     def wait_for(self, what: Callable[[], bool]) -> None:
         """Until it is so: looked at every millisecond, so that the moments are as many as the machine is uneven."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE
         while not what():
             assert self._process.poll() is None, f"the run ended too early:\n{self.said()}"
             assert time.monotonic() < deadline
@@ -54,5 +56,5 @@ class Process:
 
     def end(self) -> tuple[int, str]:
         """Exit code and all it said."""
-        self._process.wait(120)
+        self._process.wait(PATIENCE)
         return self._process.returncode, self.said()

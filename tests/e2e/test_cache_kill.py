@@ -22,7 +22,7 @@ from tiny_models import write_jsonl
 from potstill.teachers.store import shard_names
 
 pytestmark = pytest.mark.e2e
-PATIENCE = 120.0
+PATIENCE = 400.0
 
 
 @pytest.mark.parametrize(("world", "kind"), [(1, "hidden"), (2, "sampled")], ids=["1 process", "2 processes"])

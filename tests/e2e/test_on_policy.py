@@ -90,7 +90,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(runs: TinyRuns) -> None
     undisturbed = potstill.train(runs.recipe("whole", *options, policy=policy)).folder
     recipe = runs.file("killed", *options, policy=policy)
     run = runs.folder / "killed"
-    for steps in (4, 11, 20, 30):
+    for steps in (4, 10, 15, 20):  # far from the end: a busy machine looks late
         process = Process(recipe, run)
         process.wait_for(lambda process=process, steps=steps: process.steps() >= steps)
         process.send(signal.SIGKILL)

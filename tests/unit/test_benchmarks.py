@@ -31,6 +31,7 @@ def run_benchmark(folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.slow
 def test_a_tiny_case_end_to_end(tmp_path):
     ours = ["--one", json.dumps(TINY), "--contenders", "products", "potstill", "plain"]
     said = run_benchmark(tmp_path, *ours)

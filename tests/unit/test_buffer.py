@@ -149,7 +149,8 @@ def test_who_answers_depends_on_seed_and_number_alone(tmp_path, share) -> None:
     assert shares["student"] == pytest.approx(share, abs=0.03)
     assert shares["teacher"] == pytest.approx(min(0.2, 1 - share), abs=0.03)
     other = Made(tmp_path / "x.jsonl", policy(on_policy=share, teacher_writes=min(0.2, 1 - share)), batch_size=8)
-    assert [other.drafts().kind(n) for n in range(200)] == kinds[:200]
+    others = other.drafts()
+    assert [others.kind(n) for n in range(200)] == kinds[:200]
 
 
 def test_a_group_of_the_data_set_is_that_many_of_its_examples(tmp_path) -> None:

@@ -72,26 +72,25 @@ def connection(address: str, said: list[str] | None = None, **remote: object) ->
 def test_close_ends_a_request_that_is_under_way() -> None:
     said: list[str] = []
     with saying(None) as (address, asked), ThreadPoolExecutor(1) as pool:
-        made = connection(address, said, timeout=60.0)
+        made = connection(address, said, timeout=3600.0)
         waiting = pool.submit(made.get, "/version")
-        assert asked.wait(10)
-        time.sleep(0.3)  # it reads by now: closing a socket before that would end it too
-        begin = time.monotonic()
+        assert asked.wait(120)
+        time.sleep(0.1)  # it reads by now; before that, closing the socket would end it too
         made.close()
         with pytest.raises(PotstillError, match="the run has ended"):
-            waiting.result(timeout=30)
-        assert time.monotonic() - begin < 5 and said == []  # nobody is told to wait for it
+            waiting.result(timeout=120)
+        assert said == []  # nobody is told to wait for it
 
 
 def test_what_asks_does_not_keep_a_process_from_ending() -> None:
     program = (
         "import time; from potstill.teachers.asking import Asking; from potstill.types import PotstillError\n"
         "asking = Asking(2, lambda: PotstillError('ended'))\n"
-        "futures = [asking.submit(time.sleep, 60) for _ in range(3)]\n"
+        "futures = [asking.submit(time.sleep, 3600) for _ in range(3)]\n"
         "time.sleep(0.2); asking.close()\n"
-        "print([type(f.exception(timeout=5)).__name__ for f in futures])"
+        "print([type(f.exception(timeout=60)).__name__ for f in futures])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=40)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "['PotstillError', 'PotstillError', 'PotstillError']", done.stderr
 
 

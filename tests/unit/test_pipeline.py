@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -18,7 +17,7 @@ import torch
 from tiny_tokenizer import BOS, CHATML, EOS, ids, tiny_tokenizer
 
 from potstill.config import DataConfig
-from potstill.data import Prefetched, Window, Windows, collate, count_windows
+from potstill.data import Prefetched, Window, Windows, collate, count_windows, prefetch
 from potstill.data.layout import pack
 from potstill.types import Batch, Example, PotstillError
 
@@ -435,18 +434,21 @@ def test_prefetched_gives_the_same_windows_ahead_of_time(tmp_path: Path) -> None
 
 def test_prefetched_stays_within_its_depth_and_measures_the_wait() -> None:
     made: list[int] = []
+    stands_still, four = threading.Event(), threading.Event()
 
     def slow() -> Iterator[int]:
+        assert stands_still.wait(60)  # until the reader has found nothing
         for i in range(10):
-            time.sleep(0.02)
             made.append(i)
+            if i == 3:
+                four.set()
             yield i
 
-    ahead = Prefetched(slow(), depth=2)
+    ahead = Prefetched(slow(), depth=2, interrupted=lambda: bool(stands_still.set()))
     assert next(ahead) == 0
-    assert ahead.waited >= 0.015
-    time.sleep(0.5)
-    assert len(made) <= 4  # one taken, two ready, one in hand
+    assert ahead.waited >= prefetch._POLL_SECONDS
+    assert four.wait(60)
+    assert len(made) == 4  # one taken, two ready, one in hand
     ahead.close()
     ahead.close()
     assert alive() == 0

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from served import Served
 from taught import answers, data_of, relative, step, write_files
 from tiny import CPU, LLAMA, tiny
 from transformers import AutoTokenizer
@@ -28,12 +27,6 @@ from potstill.training.student import LossKnobs
 
 PIECES = "shipped:tokenizers/pieces-1k"
 METHODS = ("spelled", "shared", "projection", "chunk", "uld")
-
-
-@pytest.fixture(scope="module")
-def served(tiny_teacher: Path):
-    with Served(tiny_teacher) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
