@@ -135,6 +135,7 @@ class Campaign:
 
     def found(self, case: str, what: str) -> None:
         self.findings.append(f"{case}: {what}")
+        print(f"FOUND {self.findings[-1]}", flush=True)
         self.outcomes["findings"] += 1
 
     def end(self) -> None:

@@ -336,13 +336,18 @@ class _Liar(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class _Quiet(http.server.ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """A client that has heard enough leaves."""
+
+
 @contextmanager
 def _liar(origin: str) -> Iterator[SimpleNamespace]:
     class Here(_Liar):
         pass
 
     Here.origin = origin
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Here) as server:
+    with _Quiet(("127.0.0.1", 0), Here) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield SimpleNamespace(lies=Here, address=f"http://127.0.0.1:{server.server_port}")
