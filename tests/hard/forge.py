@@ -23,7 +23,7 @@ from typing import Any
 
 # Threads do not survive a fork: libraries are told to start none.
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-PATIENCE = 120.0  # seconds that a job may take before it counts as hanging
+PATIENCE = 300.0  # seconds that a job may take before it counts as hanging
 
 
 @dataclass(frozen=True)

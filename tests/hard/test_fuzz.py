@@ -82,7 +82,7 @@ def _overrides(runs: TinyRuns, forge: Forge) -> Fuzzed:
         fixed = [f"run={forge.folder / 'odd'}"] if numbers.random() < 0.9 else []
         shutil.rmtree(forge.folder / "odd", ignore_errors=True)
         words = [word for word in ["train", recipe, *fixed, *odd] if "\0" not in str(word)]
-        return forge.command(*words, memory_mb=MEMORY_MB, seconds=60), " ".join(odd)
+        return forge.command(*words, memory_mb=MEMORY_MB), " ".join(odd)
 
     return fuzzed
 
@@ -140,7 +140,7 @@ def _data(runs: TinyRuns, forge: Forge) -> Fuzzed:
             path.write_bytes(BYTES[what](source.read_bytes(), numbers))
         chosen = numbers.choice(columns) if source.suffix != ".txt" else {}
         section = json.dumps({"sources": [{"files": path.name, **chosen}]})
-        return forge.do("read_data", section, memory_mb=MEMORY_MB, seconds=60), f"{source.name}, {what}, {chosen}"
+        return forge.do("read_data", section, memory_mb=MEMORY_MB), f"{source.name}, {what}, {chosen}"
 
     return fuzzed
 
@@ -170,7 +170,7 @@ def _templates(runs: TinyRuns, forge: Forge) -> Fuzzed:
         if numbers.random() < 0.3:
             template = BYTES[numbers.choice(list(BYTES))](TEMPLATE.encode(), numbers).decode(errors="replace")
         section = {"sources": [{"files": str(chats), "messages": "m"}], "template": template}
-        return forge.do("read_data", json.dumps(section), memory_mb=MEMORY_MB, seconds=60), template
+        return forge.do("read_data", json.dumps(section), memory_mb=MEMORY_MB), template
 
     return fuzzed
 
@@ -211,7 +211,7 @@ def _models(runs: TinyRuns, forge: Forge) -> Fuzzed:
         else:
             what = hurt(folder / name, numbers)
         words = ["eval", folder, "--data", runs.text, "--max-length", 64, "--examples", 2]
-        return forge.command(*words, memory_mb=MEMORY_MB, seconds=60), f"{name}, {what}"
+        return forge.command(*words, memory_mb=MEMORY_MB), f"{name}, {what}"
 
     return fuzzed
 
@@ -386,7 +386,7 @@ def _answers(runs: TinyRuns, forge: Forge, liar: SimpleNamespace) -> Fuzzed:
         shutil.rmtree(forge.folder / "taught", ignore_errors=True)
         teacher = {"server": liar.address, "remote": remote}
         recipe = runs.file("taught", "train.steps=1", f"run={forge.folder / 'taught'}", teachers=[teacher])
-        ended = forge.command("train", recipe, memory_mb=MEMORY_MB, seconds=60)
+        ended = forge.command("train", recipe, memory_mb=MEMORY_MB)
         return ended, f"{path} {what} {liar.lies.status} {remote['kind']}"
 
     return fuzzed
