@@ -24,7 +24,7 @@ from potstill.models import quiet
 from potstill.parallel.mesh import rank
 from potstill.types import PotstillError
 
-FILE_BYTES = 1 << 30  # of one file, since each is put together in memory
+FILE_BYTES = 1 << 28  # of one file, since each is put together in memory
 # What an optimizer keeps of a parameter, once that has had a gradient.
 KEPT = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 
