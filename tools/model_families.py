@@ -98,7 +98,7 @@ FAMILIES = [
     Family("glm4", "GLM-4"),
     Family("glm4_moe", "GLM-4.5+"),
     Family("glm_moe_dsa", "GLM-5", LATENT),
-    Family("kimi_linear", "Kimi Linear", LINEAR),
+    Family("kimi_linear", "Kimi Linear", {**LINEAR, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}),
     Family("minimax_m2", "MiniMax-M2"),
     Family("smollm3", "SmolLM3"),
     Family("olmo2", "OLMo 2"),

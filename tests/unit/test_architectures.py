@@ -14,6 +14,7 @@ from potstill.losses.dense import target_logits
 from potstill.models import backbone, check_fit, hidden_states, load_student, load_teacher, load_tokenizer, shared_ids
 from potstill.models.probe import _with_another_first
 from potstill.recipe import load_recipe
+from potstill.training.loop import train
 from potstill.training.setup import assemble
 from potstill.types import PotstillError
 
@@ -287,6 +288,38 @@ def test_an_added_token_without_a_row_is_said_and_refused_in_text_only(tmp_path)
     saved.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(PotstillError, match="2048 embeddings and its tokenizer 2049 ids: give it the tokenizer it was"):
         load_student(StudentConfig(model=str(tmp_path)), CPU, 0)
+
+
+@pytest.mark.parametrize("method", ["spelled", "projection"])
+def test_an_added_token_without_a_row_changes_nothing_across_tokenizers(method, tmp_path):
+    losses = []
+    for idle in (False, True):
+        folder = tmp_path / str(idle)
+        pair = {
+            name: tiny_with(tokenizer) for name, tokenizer in (("student", TOKENIZER), ("teacher", OTHER_TOKENIZER))
+        }
+        for name, model in pair.items():
+            if idle:
+                model.tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
+            model.save(folder / name)
+        recipe = {
+            "student": {"model": str(folder / "student")},
+            "teachers": [{"model": str(folder / "teacher"), "across": {"method": method}}],
+            "data": {"sources": [{"files": "shipped:corpus/heldout.parquet"}], "max_length": 64},
+            "train": {"steps": 1, "batch_size": 2},
+            "log": {"tensorboard": False},
+            "run": str(folder / "run"),
+        }
+        run = train(load_recipe(recipe))
+        losses.append(json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+    assert losses[0] == losses[1] > 0.01
+
+
+OTHER_TOKENIZER = "shipped:tokenizers/pieces-1k"
+
+
+def tiny_with(tokenizer):
+    return load_student(StudentConfig(config={**LLAMA, "initializer_range": 0.3}, tokenizer=tokenizer), CPU, 0)
 
 
 def test_text_that_the_model_has_no_rows_for_is_refused_at_once(tmp_path):

@@ -26,9 +26,12 @@ LEAST_BYTES, LEAST_SHARE = 64, 0.05  # of a document of so many bytes, the share
 class Pairing:
     """A student's tokenizer and a teacher's: how texts line up, and how the vocabularies relate."""
 
-    def __init__(self, student: Any, teacher: Any, across: AcrossConfig) -> None:
+    def __init__(self, student: Any, teacher: Any, across: AcrossConfig, sizes: tuple[int, int] | None = None) -> None:
+        """`sizes`: how many ids the models have; a tokenizer may have some more at its end."""
         self.across = across
         self.student, self.teacher = TokenTable.from_tokenizer(student), TokenTable.from_tokenizer(teacher)
+        if sizes is not None:
+            self.student, self.teacher = self.student.narrowed(sizes[0]), self.teacher.narrowed(sizes[1])
         self._ends = tuple({t.eos_token_id} - {None} for t in (student, teacher))
         self._relations: dict[torch.device, Relation] = {}
 

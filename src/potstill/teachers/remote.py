@@ -302,7 +302,8 @@ def _open_aligned(
     form = _form(config, origin, None, 1.0)
     temperature = check_across(config.across, loss, f"{where}.remote", form)
     reread = Rereader(origin.tokenizer, origin.positions, chat_kwargs(data), config.prompt)
-    pairing = Pairing(student.tokenizer, origin.tokenizer, config.across)
+    sizes = (student.vocabulary, form.vocabulary)
+    pairing = Pairing(student.tokenizer, origin.tokenizer, config.across, sizes)
     return AlignedCached(
         RemoteShelf(origin, form, reread), pairing, config.name, config.weight, temperature=temperature
     )

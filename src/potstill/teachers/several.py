@@ -139,7 +139,12 @@ class Opening:
         config = self.config
         return AlignedTeacher(
             language_model,
-            Pairing(self.student.tokenizer, language_model.tokenizer, config.across),
+            Pairing(
+                self.student.tokenizer,
+                language_model.tokenizer,
+                config.across,
+                (self.student.vocabulary, language_model.vocabulary),
+            ),
             config.name,
             config.weight,
             temperature=check_across(config.across, self.loss, self.where),
@@ -174,7 +179,8 @@ class Opening:
                 f"among the entries, which across.method {config.across.method} needs: take spelled or uld"
             )
         temperature = check_across(config.across, self.loss, where, cache.form)
-        pairing = Pairing(self.student.tokenizer, other, config.across)
+        sizes = (self.student.vocabulary, cache.form.vocabulary)
+        pairing = Pairing(self.student.tokenizer, other, config.across, sizes)
         return AlignedCached(shelf, pairing, config.name, config.weight, temperature=temperature)
 
 

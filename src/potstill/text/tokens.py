@@ -101,6 +101,20 @@ class TokenTable:
             fingerprint=digest.hexdigest(), name=str(path),
         )  # fmt: skip
 
+    def narrowed(self, size: int) -> TokenTable:
+        """Of the first `size` ids alone: those that a model has embeddings for."""
+        if size >= len(self):
+            return self
+        return replace(
+            self,
+            offsets=self.offsets[: size + 1],
+            kinds=self.kinds[:size],
+            added=self.added[:size],
+            special={role: tuple(i for i in ids if i < size) for role, ids in self.special.items()},
+            contents={i: content for i, content in self.contents.items() if i < size},
+            fingerprint=f"{self.fingerprint}-{size}",
+        )
+
     def __len__(self) -> int:
         return len(self.kinds)
 
