@@ -533,6 +533,17 @@ def test_a_document_of_another_size_than_the_format_says(folder, change):
     assert len(verify(folder).damage) == 1 and key_of(3) in verify(folder).damage[0]
 
 
+def test_keys_out_of_order(folder, monkeypatch):
+    writer = Writer(folder)
+    for number in range(5):
+        writer.add(key_of(number), *document(number))
+    monkeypatch.setattr(store, "sorted", lambda keys: sorted(keys, reverse=True), raising=False)
+    writer.flush()
+    monkeypatch.undo()
+    assert [line.split(": ")[1] for line in verify(folder).damage] == ["its keys are not in order"]
+    assert readable(folder, range(5)) == set(range(5)), "which this reader does not mind"
+
+
 def test_a_shard_that_is_gone(three):
     folder, names = three
     (folder / names[2]).unlink()

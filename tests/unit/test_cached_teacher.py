@@ -6,10 +6,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import shutil
 import threading
-import time
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -360,6 +358,17 @@ def test_training_does_not_begin_with_a_damaged_head(teacher, student, files, tm
     (tmp_path / "cache" / "head.safetensors").unlink()
     with pytest.raises(PotstillError, match=r"cannot read .*head\.safetensors .*potstill cache build"):
         load_head(tmp_path / "cache")
+
+
+def test_a_tokenizer_that_changed_is_told_before_it_is_read(student, teacher, files, tmp_path):
+    data = data_of(files, "text")
+    build(teacher, StoreConfig(kind="chosen"), data, tmp_path / "cache", name="tiny")
+    path = tmp_path / "cache" / "tokenizer" / "tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8")[:-9], encoding="utf-8")
+    with pytest.raises(PotstillError, match=r"is damaged: tokenizer/tokenizer\.json is not what was written"):
+        opened(tmp_path / "cache", student, data)
+    build(teacher, StoreConfig(kind="chosen"), data, tmp_path / "cache", name="tiny")
+    opened(tmp_path / "cache", student, data, divergence="sampled_reverse_kl")
 
 
 # What is missing
@@ -851,17 +860,20 @@ def test_what_another_process_added_is_used(teacher, tiny_teacher, student, data
     found.close()
 
 
-def test_what_killed_writers_left_is_removed_when_it_is_old(teacher, data, tmp_path):
-    """And not what another process is writing now."""
-    build(teacher, StoreConfig(k=8), data, tmp_path / "cache", name="tiny")
-    old, folder, new = (tmp_path / "cache" / f".unfinished-{name}" for name in ("1-shard", "files", "2-shard"))
+def test_what_killed_writers_left_is_removed(teacher, data, tmp_path):
+    """And nothing while another process writes: what is unfinished may be its own."""
+    cache = tmp_path / "cache"
+    build(teacher, StoreConfig(k=8), data, cache, name="tiny")
+    left, folder = (cache / f".unfinished-{name}" for name in ("1-shard", "files"))
     folder.mkdir()
-    for path in (old, folder / "head.safetensors", new):
+    for path in (left, folder / "head.safetensors"):
         path.write_bytes(b"half")
-    for path in (old, folder):
-        os.utime(path, (time.time() - 700,) * 2)
-    build(teacher, StoreConfig(k=8), data, tmp_path / "cache", name="tiny")
-    assert not old.exists() and not folder.exists() and new.exists()
+    other = Writer(cache)
+    build(teacher, StoreConfig(k=8), data, cache, name="tiny")
+    assert left.exists() and folder.exists()
+    other.close()
+    build(teacher, StoreConfig(k=8), data, cache, name="tiny")
+    assert not left.exists() and not folder.exists()
 
 
 def test_threads_that_read_while_the_cache_grows(teacher, tiny_teacher, student, data, tmp_path):
@@ -974,9 +986,7 @@ def test_temperatures_that_a_cache_has_no_use_for(teacher):
 def test_a_vocabulary_smaller_than_k_and_a_head_smaller_than_the_tokenizer(teacher, files, tmp_path):
     with pytest.raises(PotstillError, match="k is 3000 and the teacher has 2048 ids"):
         build(teacher, StoreConfig(k=3000), data_of(files, "text"), tmp_path / "a", name="tiny")
-    small = copy.copy(teacher)
-    small.model = copy.deepcopy(teacher.model)
-    small.model.lm_head = torch.nn.Linear(32, 2000, bias=False)
-    with pytest.raises(PotstillError, match="the teacher has 2000 embeddings or rows of its head for 2048 shared ids"):
-        build(small, StoreConfig(k=4), data_of(files, "text"), tmp_path / "a", name="tiny")
+    small = make_model(tmp_path / "small", vocab_size=2000)
+    with pytest.raises(PotstillError, match=r"the teacher .* has 2000 embeddings and its tokenizer 2048 ids"):
+        load_teacher(TeacherConfig(model=str(small)), CPU, "teachers[0]")
     assert not (tmp_path / "a").exists()

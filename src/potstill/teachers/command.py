@@ -363,6 +363,7 @@ def show_info(folder: Path, source: dict[str, Any] | None, as_json: bool) -> boo
     facts: dict[str, Any] = describe(cache) if as_json else described(cache)
     if source is not None:
         data = checked(DataConfig, {"sources": [source]}, "--data")
+        cache.check_files()
         tokenizer = load_tokenizer(str(tokenizer_of(folder)), str(folder))
         with in_words_of_options(True):
             found = coverage(cache, data, tokenizer, key="--data")

@@ -185,6 +185,10 @@ def _other_teacher(cache: Cache, teacher: LanguageModel) -> tuple[list[str], boo
 def _check_shard(cache: Cache, shard: Shard, report: Report) -> float:
     """The largest distance of a row's mass from 1."""
     worst, form = 0.0, cache.form
+    words = np.ascontiguousarray(shard.keys).view(">u8").astype(np.uint64)
+    high, low = words[:, 0], words[:, 1]
+    if np.any((high[1:] < high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] < low[:-1]))):
+        report.damage.append(f"{shard.name}: its keys are not in order")
     if shard.offsets[0] or np.any(np.diff(shard.offsets) < 0) or shard.offsets[-1] != len(shard.data):
         report.damage.append(f"{shard.name}: its index does not fit its data")
         return worst

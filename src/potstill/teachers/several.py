@@ -27,7 +27,7 @@ from potstill.teachers.pairing import Pairing
 from potstill.teachers.reading import as_cached, chat_kwargs, piece_of
 from potstill.teachers.remote import RemoteOrigin, StudentTopK, open_remote, open_server
 from potstill.teachers.shelf import Shelf
-from potstill.teachers.store import Cache
+from potstill.teachers.store import Cache, check_beside
 from potstill.teachers.weighing import RoutedTeacher
 from potstill.types import Batch, PotstillError, Teacher
 
@@ -132,7 +132,7 @@ class Opening:
 
     def cached_tokenizer(self) -> Any:
         folder = Path(self.config.cache or "")
-        read_manifest(folder)
+        check_beside(folder, read_manifest(folder))
         return load_tokenizer(str(tokenizer_of(folder)), f"{self.where}.cache")
 
     def aligned(self, language_model: LanguageModel) -> AlignedTeacher:

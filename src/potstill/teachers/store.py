@@ -156,12 +156,8 @@ class Cache:
         return self.shards[int(owner[at])].document(int(place[at]), self.form, self.folder)
 
     def check_files(self) -> None:
-        """That what stands beside the shards is what was written: a head with another number in it is another teacher."""
-        if what := beside_differs(self.folder, self.manifest):
-            raise PotstillError(
-                f"the cache {self.folder} is damaged: {what}. Run the command that made it (`potstill cache build`, or "
-                "`convert`) again: it writes that file anew, and nothing else is lost"
-            )
+        """That what stands beside the shards is what was written."""
+        check_beside(self.folder, self.manifest)
 
     def keys(self) -> npt.NDArray[np.uint64]:
         """All keys [documents, 2], in order."""
@@ -221,6 +217,15 @@ def beside_differs(folder: Path, manifest: Mapping[str, Any]) -> str | None:
         part(folder, name)
     tokenizer_of(folder)
     return checksums_differ(folder, manifest["files"])
+
+
+def check_beside(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """That the files beside the shards are what was written: a head with another number in it is another teacher."""
+    if what := beside_differs(folder, manifest):
+        raise PotstillError(
+            f"the cache {folder} is damaged: {what}. Run the command that made it (`potstill cache build`, or `convert`) "
+            "again: it writes that file anew, and nothing else is lost"
+        )
 
 
 def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> Writer:
