@@ -75,9 +75,10 @@ def check_lengths(data: DataConfig, tokenizer: Any, key: str = "data") -> list[s
     share = lost / max(1, lost + learnt)
     if max(share, cut / len(there)) <= WARN:
         return notes
+    gone = f"; {dropped:,} of them are dropped, for nothing is left" if dropped else ""
     said = (
         f"{key}.max_length: {data.max_length:,} tokens cut {cut:,} of {len(there):,} sampled examples, by {share:.0%} of all "
-        f"that is to be learnt; {dropped:,} of them are dropped, for nothing is left. {_advice(data, there, key)}"
+        f"that is to be learnt{gone}. {_advice(data, there, key)}"
     )
     if max(share, dropped / len(there)) > REFUSE:
         raise PotstillError(said)
