@@ -120,6 +120,7 @@ def test_quickstart_shows_what_it_promises(command: Command, runs: TinyRuns, mon
     from potstill.recipe import load_recipe as load
 
     small = [f"teachers.0.model={runs.teacher}", "data.max_length=64", "eval.data.max_length=64", "eval.examples=8"]
+    small += ["data.piece_bytes=120"]
     small += ["data.sources.0.share=0.002", "student.config.hidden_size=16", "eval.max_new_tokens=4", "eval.every=2"]
 
     def load_small(recipe: Any, overrides: Any = ()) -> Recipe:
