@@ -40,7 +40,7 @@ test-slow: setup  ## the slow tests
 
 # SHARE makes it smaller, SEED repeats one; benchmarks/results/reliability.json keeps the figures of a whole one.
 test-hard: setup  ## kills, damages, full disks, fuzzed inputs, load and soak; about half an hour (SHARE=0.2: less)
-	POTSTILL_HARD_SHARE=$(SHARE) POTSTILL_HARD_SEED=$(SEED) $(PYTEST) --timeout 7200 -m hard -rP tests/hard
+	POTSTILL_HARD_SHARE=$(SHARE) POTSTILL_HARD_SEED=$(SEED) $(PYTEST) -m hard -rP tests/hard
 	@test "$(SHARE)" != 1 || $(BIN)/python tests/hard/figures.py
 
 test-races: setup  ## the tests with processes, signals, sockets or threads, N=20 times on a busy machine

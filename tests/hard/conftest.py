@@ -12,6 +12,13 @@ from campaign import Forge
 from tiny_runs import TinyRuns
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.hard)
+            item.add_marker(pytest.mark.timeout(7200))
+
+
 @pytest.fixture
 def runs(tmp_path: Path, tiny_teacher: Path, tiny_text: Path) -> TinyRuns:
     return TinyRuns(tmp_path, tiny_teacher, tiny_text)

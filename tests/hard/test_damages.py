@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from cache_content import content
 from campaign import Campaign, Forge, broken
 from forge import Ended
 from mutations import copied, files_in, hurt
 from tiny_runs import TinyRuns, weights
-
-pytestmark = pytest.mark.hard
 
 MEMORY_MB = 4000  # more than anything here needs
 

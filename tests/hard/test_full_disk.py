@@ -17,8 +17,6 @@ from tiny_runs import TinyRuns, weights
 
 from potstill.files import damage
 
-pytestmark = pytest.mark.hard
-
 DISK_MB = 24
 
 

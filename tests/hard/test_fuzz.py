@@ -21,7 +21,6 @@ import httpx
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import yaml
 from campaign import Campaign, Forge, broken
 from forge import Ended
@@ -33,8 +32,6 @@ from potstill.recipe import recipe_yaml
 from potstill.teachers.codec import Format
 from potstill.teachers.wire import Question, read_answer, write_question
 from potstill.types import Example
-
-pytestmark = pytest.mark.hard
 
 MEMORY_MB = 4000
 Fuzzed = Callable[[random.Random], tuple[Ended, str]]  # what came of it, and what it was

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from cache_content import content
 from campaign import Campaign, Forge, broken
 from tiny_runs import TinyRuns, metrics, steps_on_disk, weights
 
 from potstill.files import damage
-
-pytestmark = pytest.mark.hard
 
 OPTIONS = ["train.steps=16", "checkpoint.every=2"]
 WRITES = {"on_policy": 0.7, "prompt_tokens": 6, "sampling": {"max_new_tokens": 8}}

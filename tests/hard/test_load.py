@@ -12,7 +12,6 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import pytest
 from campaign import SEED, Campaign
 from mutations import BYTES
 from served import Served
@@ -21,8 +20,6 @@ from tiny_runs import TinyRuns
 from potstill.teachers.codec import Format
 from potstill.teachers.wire import Question, read_answer, write_question
 from potstill.types import Example
-
-pytestmark = pytest.mark.hard
 
 SECONDS = 300
 HONEST, EACH_HOSTILE = 4, 2

@@ -6,11 +6,8 @@ import json
 from statistics import median
 from typing import Any
 
-import pytest
 from campaign import Campaign, Forge
 from tiny_runs import TinyRuns
-
-pytestmark = pytest.mark.hard
 
 MOST_MB = 6.0  # by which the memory of a run may be larger in its last quarter than in its second
 WRITES = {"on_policy": 0.7, "prompt_tokens": 6, "sampling": {"max_new_tokens": 8}}
