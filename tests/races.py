@@ -38,6 +38,7 @@ RACES = {
     "unit/test_connection.py": "",
     "unit/test_eval_command.py": "server|served",
     "unit/test_pipeline.py": "prefetched",
+    "unit/test_reference.py": "server",
     "unit/test_remote.py": "",
     "unit/test_remote_openai.py": "",
     "unit/test_rollout_teachers.py": "",
