@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +80,20 @@ def try_family(family: Family) -> dict[str, Any]:
     there.close()
     modes: dict[str, Any] = {}
     made = ""
-    try:
-        while here.poll(max(0.0, begin + SECONDS - time.monotonic())):
+    # Its end is waited for too: a process started meanwhile has the other end of the pipe open as well.
+    while ready := wait([here, process.sentinel], max(0.0, begin + SECONDS - time.monotonic())):
+        if not here.poll():
+            if process.sentinel in ready:
+                break
+            continue
+        try:
             mode, found = here.recv()
-            if mode is None:
-                made = found
-            else:
-                modes[mode] = found
-    except EOFError:
-        pass
+        except EOFError:
+            break
+        if mode is None:
+            made = found
+        else:
+            modes[mode] = found
     process.kill()
     process.join()
     for mode in model_modes.MODES:

@@ -168,6 +168,21 @@ def test_short_texts_beside_a_long_one_keep_the_factors_for_short_ones():
     check_fit(data.model_copy(update={"max_length": 32}), "data", "the student", student)
 
 
+def test_texts_are_not_written_past_where_the_factors_change(tmp_path):
+    recipe = {
+        "student": {"config": {**LLAMA, **LONGROPE}, "tokenizer": TOKENIZER},
+        "teachers": [{"model": "shipped:teacher"}],
+        "data": {"sources": [{"files": "shipped:corpus/heldout.parquet"}], "packing": False, "max_length": 64},
+        "policy": {"on_policy": 1.0, "sampling": {"max_new_tokens": 8}},
+        "train": {"steps": 1},
+        "run": str(tmp_path),
+    }
+    with pytest.raises(PotstillError, match=r"max_length is 64 and the student cannot write texts beyond 32 tokens"):
+        assemble(load_recipe(recipe))
+    recipe["data"]["max_length"] = 32
+    assemble(load_recipe(recipe))
+
+
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
 EYES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 TEXT = {key: value for key, value in LLAMA.items() if key not in ("model_type", "tie_word_embeddings")}
