@@ -178,6 +178,23 @@ def serve(
     max_body_mb: Annotated[float, typer.Option(help="Largest request.", min=0.001)] = 64.0,
     max_tokens: Annotated[int | None, typer.Option(help="Longest document; default: what the model reads.")] = None,
     max_answer_mb: Annotated[float, typer.Option(help="Largest answer.", min=0.001)] = 1024.0,
+    max_memory_mb: Annotated[
+        float, typer.Option(help="Requests and answers held at once; whoever comes then gets 503.", min=0.001)
+    ] = 2048.0,
+    max_connections: Annotated[
+        int, typer.Option(help="Clients at once; the one that was silent longest makes room.", min=1)
+    ] = 512,
+    client_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds for sending a request, and for reading its answer, at 1 Mbit/s or less.", min=0.1),
+    ] = 30.0,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name by which clients reach it, besides localhost, numeric addresses, --host and this machine's own name; "
+            "may be repeated; *: any. Others get 421: a web page could have its name resolve to this machine."
+        ),
+    ] = None,
     batch_tokens: BatchTokens = None,
 ) -> None:
     """Score text for students that train elsewhere: a teacher as an HTTP server.
@@ -189,7 +206,20 @@ def serve(
 
     run_server(
         model,
-        ServeOptions(host, port, token_env, max_body_mb, max_tokens, batch_tokens, max_answer_mb, __version__),
+        ServeOptions(
+            host=host,
+            port=port,
+            token_env=token_env,
+            max_body_mb=max_body_mb,
+            max_tokens=max_tokens,
+            batch_tokens=batch_tokens,
+            max_answer_mb=max_answer_mb,
+            version=__version__,
+            max_memory_mb=max_memory_mb,
+            max_connections=max_connections,
+            client_timeout=client_timeout,
+            allowed_hosts=allowed_host or [],
+        ),
         dtype=dtype,
         device_name=device,
         revision=revision,

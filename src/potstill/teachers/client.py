@@ -20,6 +20,7 @@ from potstill.teachers.connection import Answer, Connection, plain
 from potstill.teachers.origin import Identity, format_for, read_head
 from potstill.teachers.reading import template_fingerprint, tokenizer_fingerprint
 from potstill.teachers.wire import (
+    HEADER_BYTES,
     HEADERS,
     PROTOCOL,
     SERVICE,
@@ -34,7 +35,6 @@ from potstill.types import DenseTarget, Example, PotstillError
 
 REQUEST_TOKENS = 2048  # documents that share a request
 TOKENIZER_BYTES = 256 * 2**20  # of its files; the largest known have 40 MB
-HEADER_BYTES = 2**20  # of what stands in a body besides its arrays
 WIDEST = 2**16  # hidden states
 LONGEST = 2**40  # any other number of /version
 MOST_LETTERS, MAY_LACK = 1000, ("revision", "template")  # of its texts

@@ -19,15 +19,16 @@ SLICE = 64 * 2**10
 
 
 class Deadline:
-    """Of one request: so many seconds, and as many more as its bytes take at RATE, up to `most` of them."""
+    """Of one request: so many seconds, and as many more as its bytes take at RATE, up to `most` of them; and so many seconds
+    between one byte and the next."""
 
     def __init__(self, seconds: float, most: int) -> None:
-        self._end, self._most = time.monotonic() + seconds, most
+        self._seconds, self._end, self._most = seconds, time.monotonic() + seconds, most
         self.moved = 0  # bytes, both ways
 
     @property
     def left(self) -> float:
-        return self._end + min(self.moved, self._most) / RATE - time.monotonic()
+        return min(self._seconds, self._end + min(self.moved, self._most) / RATE - time.monotonic())
 
 
 class Sockets(httpcore.NetworkBackend):

@@ -6,7 +6,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,14 @@ import numpy.typing as npt
 from potstill.config import StoreConfig
 from potstill.models import LanguageModel
 from potstill.teachers.codec import Format, Signal
+from potstill.teachers.held import Busy
 from potstill.teachers.origin import format_of, signal_of_examples
+from potstill.teachers.scored import layout
 from potstill.teachers.wire import Question
 from potstill.types import Example, PotstillError
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of documents a forward pass, in the metrics
-MOST_WAITING = 1024  # questions
 MOST_TOKENS = 2**20  # of one question
-ANSWERS_WAITING = 4  # of the largest size, whose rows may be held at once
-
-
-class Busy(Exception):
-    """More waits than can be answered in time."""
 
 
 @dataclass(eq=False)
@@ -36,7 +33,7 @@ class Job:
     question: Question
     answer: Callable[[Signal | Exception], None]
     abandoned: bool = False  # nobody waits for it any more
-    parts: dict[int, dict[str, npt.NDArray[Any]]] = field(default_factory=dict)  # of its documents that are done
+    scored: int = 0  # of its documents
     taken: int = 0  # of its documents, in the order of their lengths
     failed: bool = False
     done: bool = False
@@ -45,7 +42,11 @@ class Job:
         lengths = [len(example.ids) for example in self.question.examples]
         self.order = sorted(range(len(lengths)), key=lengths.__getitem__)
         self.left = sum(lengths)  # tokens
-        self.answer_bytes = self.question.answer_bytes
+        ends = np.cumsum([example.supervised_tokens for example in self.question.examples])
+        self._starts = [0, *ends.tolist()]
+        # The answer's own arrays: as many bytes as were reserved for it, and nothing of a batch is kept beyond them.
+        shapes = layout(self.question.form).items()
+        self._rows = {name: np.empty((self._starts[-1], *shape), dtype) for name, (shape, dtype) in shapes}
 
     def take(self, tokens: int) -> list[Task]:
         """Its next documents, as many as fit, and at least one."""
@@ -64,11 +65,12 @@ class Job:
         return self.abandoned or self.failed or self.done
 
     def put(self, number: int, part: dict[str, npt.NDArray[Any]]) -> None:
-        self.parts[number] = part
-        if len(self.parts) == len(self.question.examples) and not self.failed:
+        for name, values in self._rows.items():
+            values[self._starts[number] : self._starts[number + 1]] = part[name]
+        self.scored += 1
+        if self.scored == len(self.question.examples) and not self.failed:
             self.done = True
-            parts = [self.parts[i] for i in range(len(self.parts))]
-            self.answer({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+            self.answer(self._rows)
 
     def fail(self, error: Exception) -> None:
         if not (self.failed or self.done):
@@ -116,13 +118,14 @@ class Scorer:
         with self._wake:
             if self._closing:
                 raise Busy("the server ends")
-            if len(self._waiting) >= MOST_WAITING:
-                raise Busy(f"{MOST_WAITING} requests wait already")
-            held = sum(one.answer_bytes for one in self._waiting)
-            if held + job.answer_bytes > ANSWERS_WAITING * self.most_bytes:
-                raise Busy(f"answers of {held / 2**20:.0f} MB wait already")
             self._waiting.append(job)
             self._wake.notify()
+
+    def drop(self, job: Job) -> None:
+        """Nobody waits for it any more."""
+        job.abandoned = True
+        with self._wake, suppress(ValueError):  # the one that is being scored is not among them
+            self._waiting.remove(job)
 
     def close(self) -> None:
         """What waits is not computed any more: whoever could answer it has ended."""

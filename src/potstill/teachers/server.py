@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
+import mmap
 import os
+import resource
 import signal
 import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,14 +30,17 @@ from potstill.parallel.mesh import pick_device
 from potstill.recipe import checked
 from potstill.teachers.codec import Signal
 from potstill.teachers.connection import sound_token
+from potstill.teachers.held import Budget, Busy, Clients, Hold
 from potstill.teachers.origin import Identity, identity_of_model, save_head
-from potstill.teachers.scorer import BUCKETS, Busy, Job, Scorer, TooLarge, check_question
+from potstill.teachers.scorer import BUCKETS, Job, Scorer, TooLarge, check_question
 from potstill.teachers.wire import (
+    HEADER_BYTES,
     HEADERS,
     PROTOCOL,
     SERVICE,
     TEMPLATES,
     TOKENIZER_FILES,
+    Question,
     read_question,
     write_answer,
 )
@@ -46,6 +52,11 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 SHUTDOWN_SECONDS = 30  # for what is under way when the server is told to end
+READING = 4  # times its size that a request's body takes, until it is read
+JSON = 24  # times its size that its header does
+DOCUMENT_BYTES = 1024  # that a document takes besides its arrays
+PIECE = 256 * 2**10  # bytes of an answer that are handed to its connection at once
+OTHER_FILES = 128  # that a process has open besides its connections
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,10 @@ class ServeOptions:
     batch_tokens: int | None
     max_answer_mb: float = 1024.0
     version: str = ""  # of potstill
+    max_memory_mb: float = 2048.0
+    max_connections: int = 512
+    client_timeout: float = 30.0
+    allowed_hosts: Sequence[str] = ()
 
 
 def serve(
@@ -77,7 +92,10 @@ def serve(
         import uvicorn
     except ImportError as error:
         raise lacking("potstill serve", "serve") from error
+    from potstill.teachers.guard import IDLE_SECONDS, guarded, sparsely
+
     token = _token(options.token_env)
+    _check_limits(options)
     keys = {"model": model, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
     device = pick_device(device_name)
     teacher = load_teacher(checked(TeacherConfig, keys, "MODEL"), device, "MODEL", "MODEL")
@@ -96,11 +114,16 @@ def serve(
     say = say or (lambda line: Console(soft_wrap=True).print(line, highlight=False, markup=False))
     config = uvicorn.Config(
         application(service, lambda: say(ready)),
+        http=guarded(service.clients),
+        ws="none",
+        proxy_headers=False,
+        log_config=None,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-        timeout_keep_alive=75,
+        timeout_keep_alive=IDLE_SECONDS,
     )
+    sparsely()
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again when all is answered
     try:
         uvicorn.Server(config).run(sockets=[listening])
@@ -108,6 +131,26 @@ def serve(
         signal.signal(signal.SIGTERM, before)
         listening.close()
         scorer.close()
+
+
+def _check_limits(options: ServeOptions) -> None:
+    header = JSON * min(options.max_body_mb, HEADER_BYTES / 2**20)
+    needed = READING * options.max_body_mb + header + options.max_answer_mb
+    if options.max_memory_mb < needed:
+        raise PotstillError(
+            f"--max-memory-mb {options.max_memory_mb:g}: one request of --max-body-mb {options.max_body_mb:g} and its answer "
+            f"of --max-answer-mb {options.max_answer_mb:g} take up to {needed:g}: give that, or smaller ones"
+        )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = options.max_connections + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < files:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+        except (ValueError, OSError) as error:
+            raise PotstillError(
+                f"--max-connections {options.max_connections}: a process may have {hard} files open here (ulimit -n): give "
+                f"{max(1, hard - OTHER_FILES)} or fewer"
+            ) from error
 
 
 def _token(variable: str | None) -> str | None:
@@ -134,12 +177,26 @@ class Service:
         positions = scorer.teacher.positions
         limits = [limit for limit in (positions, options.max_tokens) if limit is not None]
         self._most_tokens = min(limits) if limits else None
+        self.budget = Budget(int(options.max_memory_mb * 2**20))
+        self.clients = Clients(options.max_connections, options.client_timeout)
+        own = socket.gethostname().lower()
+        self._hosts = {"localhost", own, own.partition(".")[0], options.host.lower()} - {""}
+        self._hosts |= {name.lower().rstrip(".") for name in options.allowed_hosts}
+        self._made: dict[str, asyncio.Future[Any]] = {}  # by what was asked for: the same for all
         self._answers: Counter[int] = Counter()
         self._seconds = 0.0
         self._bytes: Counter[str] = Counter()
 
     def refused(self, request: Request) -> Response | None:
-        """The answer to who has not the token."""
+        """The answer to who has not the token, or came under a name that is none of this server's: a page in somebody's browser
+        may be made to reach it so (DNS rebinding)."""
+        name = _host(request.headers.get("host", ""))
+        if name not in self._hosts and "*" not in self._hosts and not _numeric(name):
+            return _words(
+                421,
+                f"this server does not answer to the name {name[:100]!r}: use its numeric address, or start it with "
+                "--allowed-host and that name",
+            )
         if self._token is None:
             return None
         given = request.headers.get("authorization", "")
@@ -152,12 +209,12 @@ class Service:
         found = asdict(self.identity)
         return {header: str(found[part]) for part, header in HEADERS.items()}
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, request: Request, hold: Hold) -> Response:
         if not self.scorer.alive:
             return _words(500, "the thread that runs the model has ended")
         return _json({"status": "ok"})
 
-    async def version(self, request: Request) -> Response:
+    async def version(self, request: Request, hold: Hold) -> Response:
         teacher = self.scorer.teacher
         head = teacher.model.get_output_embeddings().weight
         return _json(
@@ -175,10 +232,16 @@ class Service:
             }
         )
 
-    async def tokenizer(self, request: Request) -> Response:
-        return _json(await asyncio.to_thread(self._tokenizer_files))
+    async def tokenizer(self, request: Request, hold: Hold) -> Response:
+        content = await self._once("tokenizer", self._tokenizer_files)
+        return _streamed([memoryview(content)], {}, "application/json")
 
-    def _tokenizer_files(self) -> dict[str, str]:
+    async def _once(self, name: str, make: Callable[[], bytes | mmap.mmap]) -> Any:
+        if name not in self._made:
+            self._made[name] = asyncio.ensure_future(asyncio.to_thread(make))
+        return await asyncio.shield(self._made[name])
+
+    def _tokenizer_files(self) -> bytes:
         tokenizer = self.scorer.teacher.tokenizer
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
@@ -186,43 +249,63 @@ class Service:
             files = {path.name: path.read_text(encoding="utf-8") for path in there if path.exists()}
         if isinstance(tokenizer.chat_template, dict):  # which are saved in a folder of their own
             files[TEMPLATES] = json.dumps(tokenizer.chat_template)
-        return files
+        return json.dumps(files).encode()
 
-    async def head(self, request: Request) -> Response:
-        return _binary(await asyncio.to_thread(self._head), self.headers())
+    async def head(self, request: Request, hold: Hold) -> Response:
+        try:
+            content = await self._once("head", self._head)
+        except PotstillError as error:
+            return _words(422, str(error))
+        return _streamed([memoryview(content)], self.headers())
 
-    def _head(self) -> bytes:
+    def _head(self) -> mmap.mmap:
+        """As a file that is not in memory and has no name: it may be as large as all answers together."""
         teacher = self.scorer.teacher
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "head.safetensors"
             save_head(teacher.at_rows(torch.empty(0), teacher.vocabulary), path)
-            return path.read_bytes()
+            with path.open("rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    async def score(self, request: Request) -> Response:
+    async def score(self, request: Request, hold: Hold) -> Response:
         begin = time.perf_counter()
-        body = await self._body(request)
-        if body is None:
-            most = f"{self._most_bytes / 2**20:.3g} MB"
-            return _words(413, f"the request is larger than {most}, the most this server takes (--max-body-mb)")
-        answer = await self._scored(request, body)
+        try:
+            answer = await self._scored(request, await self._question(request, hold))
+        except (ValueError, PotstillError) as error:
+            return _words(400, str(error))
+        except TooLarge as error:
+            return _words(413, str(error))
+        except Busy as error:
+            return _words(503, str(error), {"retry-after": "1"})
         self._seconds += time.perf_counter() - begin
         return answer
 
-    async def _body(self, request: Request) -> bytes | None:
-        """None: it is too large."""
+    async def _question(self, request: Request, hold: Hold) -> Question:
+        """As much of the budget is held as the question and its answer take, before anything is computed."""
+        body = await self._body(request, hold)
+        hold.set(READING * len(body) + JSON * min(len(body), HEADER_BYTES, int.from_bytes(body[:8], "little")))
+        # On a thread: a large body would hold up all others.
+        question = await asyncio.to_thread(read_question, body)
+        check_question(question, self.scorer.teacher, self._most_tokens, self.scorer.most_bytes)
+        hold.set(len(body) + DOCUMENT_BYTES * len(question.examples) + question.answer_bytes)
+        return question
+
+    async def _body(self, request: Request, hold: Hold) -> bytes:
+        most, parts, size = self._most_bytes, [], 0
+        words = f"the request is larger than {most / 2**20:.3g} MB, the most this server takes (--max-body-mb)"
         length = request.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self._most_bytes:
-            return None
-        parts, size = [], 0
+        if length.isdigit() and int(length[:20]) > most:
+            raise TooLarge(words)
         async for part in request.stream():
             size += len(part)
-            if size > self._most_bytes:
-                return None
+            if size > most:
+                raise TooLarge(words)
+            hold.set(READING * size)
             parts.append(part)
         self._bytes["in"] += size
         return b"".join(parts)
 
-    async def _scored(self, request: Request, body: bytes) -> Response:
+    async def _scored(self, request: Request, question: Question) -> Response:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Signal | Exception] = loop.create_future()
 
@@ -234,25 +317,16 @@ class Service:
             with suppress(RuntimeError):  # the loop has ended, and all who waited
                 loop.call_soon_threadsafe(settle, found)
 
-        try:
-            # On a thread: a large body would hold up all others.
-            question = await asyncio.to_thread(read_question, body)
-            check_question(question, self.scorer.teacher, self._most_tokens, self.scorer.most_bytes)
-            job = Job(question, answer)
-            self.scorer.submit(job)
-        except (ValueError, PotstillError) as error:
-            return _words(400, str(error))
-        except TooLarge as error:
-            return _words(413, str(error))
-        except Busy as error:
-            return _words(503, str(error))
+        job = Job(question, answer)
+        self.scorer.submit(job)
         gone = asyncio.ensure_future(_disconnected(request))
         both: set[asyncio.Future[Any]] = {done, gone}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:  # also when this handler is cancelled, as the server ends
             gone.cancel()
-            job.abandoned = not done.done()
+            if not done.done():
+                self.scorer.drop(job)
         if not done.done():
             return _words(499, "the client has gone")
         found = done.result()
@@ -260,11 +334,11 @@ class Service:
             return _words(422, str(found))
         if isinstance(found, Exception):
             return _words(500, f"scoring failed ({type(found).__name__}: {found})")
-        content = await asyncio.to_thread(write_answer, found)
-        self._bytes["out"] += len(content)
-        return _binary(content, self.headers())
+        parts = write_answer(found)
+        self._bytes["out"] += sum(map(len, parts))
+        return _streamed(parts, self.headers())
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, request: Request, hold: Hold) -> Response:
         from starlette.responses import PlainTextResponse
 
         return PlainTextResponse(self._metrics(), media_type="text/plain; version=0.0.4")
@@ -278,7 +352,7 @@ class Service:
 
         def add(name: str, kind: str, what: str, *values: tuple[str, float]) -> None:
             lines.extend([f"# HELP potstill_{name} {what}", f"# TYPE potstill_{name} {kind}"])
-            lines.extend(f"potstill_{name}{label} {value:g}" for label, value in values)
+            lines.extend(f"potstill_{name}{label} {value:.15g}" for label, value in values)
 
         answers = [(f'{{code="{code}"}}', float(n)) for code, n in sorted(self._answers.items())]
         add("requests_total", "counter", "answers by status code", *answers)
@@ -299,6 +373,10 @@ class Service:
         values += [("_sum", float(counts["documents"])), ("_count", float(counts["passes"]))]
         add("batch_documents", "histogram", "documents a forward pass", *values)
         add("waiting_requests", "gauge", "requests that wait for the model", ("", self.scorer.waiting))
+        add("held_bytes", "gauge", "of requests and answers, of --max-memory-mb", ("", self.budget.held))
+        add("connections", "gauge", "clients that are connected", ("", self.clients.now))
+        cut = [(f'{{why="{why}"}}', float(n)) for why, n in sorted(self.clients.cut_off.items())]
+        add("clients_cut_off_total", "counter", "connections that ended before their time", *cut)
         add("body_bytes_total", "counter", "bytes of bodies", *((f'{{way="{k}"}}', v) for k, v in self._bytes.items()))
         return "\n".join(lines) + "\n"
 
@@ -308,20 +386,32 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+class Endpoint:
+    """What one address does. What its request holds of the budget is given back when the last byte of the answer is written."""
+
+    def __init__(
+        self, service: Service, handler: Callable[[Request, Hold], Awaitable[Response]], *, free: bool = False
+    ) -> None:
+        self._service, self._handler, self._free = service, handler, free
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.requests import ClientDisconnect, Request
+
+        request = Request(scope, receive)
+        with Hold(self._service.budget) as hold:
+            answer = None if self._free else self._service.refused(request)
+            try:
+                answer = answer or await self._handler(request, hold)
+                self._service.counted(answer.status_code)
+                await answer(scope, receive, send)
+            except ClientDisconnect:  # its connection has told of it
+                self._service.counted(499)
+
+
 def application(service: Service, ready: Callable[[], None] = lambda: None) -> Starlette:
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.routing import Route
-
-    def guarded(handler: Callable[[Request], Any], free: bool = False) -> Callable[[Request], Any]:
-        async def handle(request: Request) -> Response:
-            answer: Response | None = None if free else service.refused(request)
-            if answer is None:
-                answer = await handler(request)
-            service.counted(answer.status_code)
-            return answer
-
-        return handle
 
     async def elsewhere(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -335,27 +425,50 @@ def application(service: Service, ready: Callable[[], None] = lambda: None) -> S
         yield
 
     routes = [
-        Route("/health", guarded(service.health, free=True)),
-        Route("/version", guarded(service.version)),
-        Route("/metrics", guarded(service.metrics)),
-        Route("/tokenizer", guarded(service.tokenizer)),
-        Route("/head", guarded(service.head)),
-        Route("/score", guarded(service.score), methods=["POST"]),
+        Route("/health", Endpoint(service, service.health, free=True), methods=["GET"]),
+        Route("/version", Endpoint(service, service.version), methods=["GET"]),
+        Route("/metrics", Endpoint(service, service.metrics), methods=["GET"]),
+        Route("/tokenizer", Endpoint(service, service.tokenizer), methods=["GET"]),
+        Route("/head", Endpoint(service, service.head), methods=["GET"]),
+        Route("/score", Endpoint(service, service.score), methods=["POST"]),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: elsewhere})
 
 
-def _words(code: int, words: str) -> Response:
-    return _json({"error": words}, code)
+def _host(given: str) -> str:
+    """Of a Host header, without the port."""
+    name = given.partition("]")[0].lstrip("[") if given.startswith("[") else given.partition(":")[0]
+    return name.lower().rstrip(".")
 
 
-def _json(content: Any, code: int = 200) -> Response:
+def _numeric(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _words(code: int, words: str, headers: Mapping[str, str] | None = None) -> Response:
+    return _json({"error": words}, code, headers)
+
+
+def _json(content: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     from starlette.responses import JSONResponse
 
-    return JSONResponse(content, status_code=code)
+    return JSONResponse(content, status_code=code, headers=headers)
 
 
-def _binary(content: bytes, headers: dict[str, str]) -> Response:
-    from starlette.responses import Response
+def _streamed(
+    parts: Sequence[memoryview], headers: Mapping[str, str], media_type: str = "application/octet-stream"
+) -> Response:
+    """Handed over piece by piece, each when the one before is on its way: what a client has not read is not copied."""
+    from starlette.responses import StreamingResponse
 
-    return Response(content, media_type="application/octet-stream", headers=headers)
+    async def pieces() -> AsyncIterator[memoryview]:
+        for part in parts:
+            for at in range(0, len(part), PIECE):
+                yield part[at : at + PIECE]
+
+    length = {"content-length": str(sum(map(len, parts)))}
+    return StreamingResponse(pieces(), headers={**headers, **length}, media_type=media_type)

@@ -28,6 +28,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 TEMPLATES = "chat_templates"  # beside the files, of a tokenizer with several: an object of them, as JSON
 MOST_DRAWS = 4096  # as a cache has them
 MOST_TEMPERATURES = 16
+MOST_DOCUMENTS = 2**14  # of one question
+HEADER_BYTES = 2**22  # of what stands in a body besides its arrays
+DTYPES = {"int32": "I32", "float32": "F32", "uint16": "U16"}  # of an answer, as safetensors names them
 SLACK = 1e-3  # by which masses may be above one
 
 
@@ -75,6 +78,8 @@ def read_question(body: bytes) -> Question:
 
 
 def _question(body: bytes) -> Question:
+    if int.from_bytes(body[:8], "little") > HEADER_BYTES:  # which may be 24 times as many when it is read
+        raise ValueError(f"it is no safetensors body, or its header has more than {HEADER_BYTES:,} bytes")
     arrays, about = read_body(body)
     try:
         form = _form(json.loads(about["format"]))
@@ -86,6 +91,8 @@ def _question(body: bytes) -> Question:
         raise ValueError("ids and lengths must be int32, predicted uint8")
     if ids.ndim != 1 or lengths.ndim != 1 or ids.shape != predicted.shape or not len(lengths):
         raise ValueError("ids, lengths and predicted must be flat, with an entry of predicted for each id")
+    if len(lengths) > MOST_DOCUMENTS:
+        raise ValueError(f"there are {len(lengths):,} documents, and a request has up to {MOST_DOCUMENTS:,}")
     if int(lengths.min()) < 2 or int(lengths.sum(dtype=np.int64)) != len(ids):
         raise ValueError("lengths must sum to the number of ids, and each document needs at least two")
     if not isinstance(keys, list) or len(keys) != len(lengths) or not all(isinstance(key, str) for key in keys):
@@ -145,8 +152,17 @@ def _outside(ids: npt.NDArray[Any], vocabulary: int) -> int:
     return int(ids[(ids < 0) | (ids >= vocabulary)].flat[0])
 
 
-def write_answer(signal: Signal) -> bytes:
-    return safetensors.numpy.save({name: np.ascontiguousarray(values) for name, values in signal.items()})
+def write_answer(signal: Signal) -> list[memoryview]:
+    """The parts of a safetensors body. The arrays are not copied: an answer may be large, and its client slow."""
+    header, parts, at = {}, [], 0
+    for name, values in signal.items():
+        entry = {"dtype": DTYPES[values.dtype.name], "shape": list(values.shape)}
+        header[name] = entry | {"data_offsets": [at, at + values.nbytes]}
+        at += values.nbytes
+        parts.append(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [memoryview(len(text).to_bytes(8, "little") + text), *parts]
 
 
 def read_answer(body: bytes, form: Format, rows: int) -> dict[str, npt.NDArray[Any]]:
