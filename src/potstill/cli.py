@@ -128,7 +128,7 @@ def evaluate(
         typer.Option(help="Longest window in tokens; default: what the models can read, at most 1024.", min=1),
     ] = None,
     piece_bytes: Annotated[
-        int | None, typer.Option(help="Cut texts into pieces of so many bytes; default: 4 × --max-length.", min=1)
+        int | None, typer.Option(help="Cut texts into pieces of so many bytes; default: 4096.", min=1)
     ] = None,
     examples: Annotated[int | None, typer.Option(help="Use only the first so many examples.", min=1)] = None,
     batch_size: Annotated[int, typer.Option(help="Rows per forward pass.", min=1)] = 8,

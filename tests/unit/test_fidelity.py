@@ -2,14 +2,20 @@
 
 import json
 import math
+import threading
 
 import pytest
+import tokenizers
 import torch
 from tiny import CPU, LLAMA, batch_of, examples, tiny
 from tiny_tokenizer import CHATML
+from tokenizers import normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from potstill.config import DataConfig, StudentConfig
-from potstill.evals.fidelity import _binned, _expected_calibration_error, complete, evaluate, evaluation_batches
+from potstill.data import Encoder, Piece, StoppedWaiting
+from potstill.evals.fidelity import Sums, _binned, _expected_calibration_error, complete, evaluate, evaluation_batches
+from potstill.evals.reference import Reference, measured_against
 from potstill.models import load_student
 from potstill.teachers.live import LiveTeacher
 from potstill.types import PotstillError
@@ -68,7 +74,7 @@ def test_two_tokenizers_are_scored_on_the_same_bytes_and_these_are_the_files(
         result = evaluate(student, LiveTeacher(student, 100, "it"), evaluation_batches(data, student, 3, None), CPU)
         assert result["bytes"] == sum(len(text.encode()) for text in texts)
         # Every token that the text's pieces have, once, with a teacher too.
-        whole = data.model_copy(update={"max_length": 128, "piece_bytes": piece_bytes or 4 * max_length})
+        whole = data.model_copy(update={"max_length": 4096})
         assert result["tokens"] == sum(len(batch.rows) for batch in evaluation_batches(whole, student, 3, None))
         assert result["agreement"] == 1 and result["kl"] == pytest.approx(0, abs=1e-5)
 
@@ -172,3 +178,88 @@ def test_completions_are_the_models_own_greedy_text():
             with torch.no_grad():
                 ids = torch.cat([ids, student.model.eval()(ids).logits[:, -1:].argmax(-1)], 1)
         assert student.tokenizer.decode(ids[0], skip_special_tokens=True) == sample["prompt"] + sample["text"]
+
+
+def lossy(normalizer, pre_tokenizer, *, special):
+    """A tokenizer that changes the text, or leaves some of it out. With `special`, one of its tokens is one."""
+    words = [
+        "[PAD]",
+        *"abcdefghijklmnopqrstuvwxyz",
+        *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
+        "é",
+        "##é",
+        "[UNK]",
+    ]
+    model = tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **({"pad_token": "[PAD]"} if special else {}))
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("max_length", [5, 512])
+def test_every_byte_is_scored_whatever_a_tokenizer_leaves_out(max_length, special):
+    text = "  The  people\u0301 of café\t№ 9 were, as ever,   WE THE people.\n\n"
+    for normalizer in (normalizers.NFC(), normalizers.NFKC(), normalizers.BertNormalizer()):
+        tokenizer = lossy(normalizer, pre_tokenizers.BertPreTokenizer(), special=special)
+        encode = Encoder(tokenizer, max_length=max_length, append_eos=True, evaluation=True)
+        (encoded,) = encode([Piece("key", text)])
+        windows = [window.example for window in (encoded, *encoded.further)]
+        assert sum(example.supervised_bytes for example in windows) == len(text.encode())
+        tokens = len(tokenizer(text, add_special_tokens=False).input_ids)
+        assert (
+            sum(example.supervised_tokens for example in windows) == tokens
+        )  # the first too, after what stands for bos
+
+
+def test_examples_are_of_the_same_text_whatever_a_model_reads(tmp_path):
+    (tmp_path / "a.txt").write_text(20 * TEXT, encoding="utf-8")
+    student = tiny(0)
+    sizes = set()
+    for max_length in (32, 64, 512):
+        batches = evaluation_batches(data_of(tmp_path / "a.txt", max_length=max_length), student, 4, 2)
+        sizes.add(sum(example.supervised_bytes for batch in batches for example in batch.examples))
+    assert len(sizes) == 1 and sizes.pop() <= 2 * 4096
+
+
+def test_a_value_that_is_not_known_for_all_rows_has_no_mean():
+    sums = Sums()
+    sums.add(2, {"kl": torch.ones(2), "nll": torch.full((2,), 3.0)})
+    sums.add(2, {"kl": None, "nll": torch.full((2,), 5.0)})
+    assert sums.mean("nll") == 4.0 and sums.mean("kl") is None and sums.rows == 4
+
+
+def test_the_student_trains_on_after_an_evaluation_that_failed():
+    student = tiny(0)
+    student.model.train()
+
+    class Gone(LiveTeacher):
+        def prepare(self, batch):
+            raise PotstillError("the server is away")
+
+    gone = Reference(Gone(student, 2048, "gone"), away=True)
+    batches = [batch_of(*examples([9, 17, 4]))]
+    result = measured_against(gone, student, batches, CPU)
+    assert result["kl"] is None and result["tokens"] == len(batches[0].rows)
+    assert student.model.training
+
+
+def test_an_evaluation_that_waits_for_a_server_can_be_interrupted():
+    student = tiny(0)
+    student.model.train()
+    waiting, ended = threading.Event(), threading.Event()
+
+    class Away(LiveTeacher):
+        def prepare(self, batch):
+            waiting.set()
+            ended.wait()
+
+    def interrupted():
+        if waiting.is_set():
+            ended.set()
+        return ended.is_set()
+
+    away = Reference(Away(student, 2048, "away"), away=True)
+    with pytest.raises(StoppedWaiting):
+        measured_against(away, student, [batch_of(*examples([9, 17, 4]))], CPU, interrupted)
+    assert student.model.training

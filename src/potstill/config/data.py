@@ -68,7 +68,7 @@ class DataConfig(Section):
     piece_bytes: Positive | None = Field(
         None,
         description="cut plain texts into pieces of at most this many bytes, before any tokenizer; default: as a cache's texts "
-        "were cut, else measured so that nearly all fit max_length (saved with the run); in evaluation 4 × max_length",
+        "were cut, else measured so that nearly all fit max_length (saved with the run); in evaluation 4096",
     )
     packing: bool = Field(
         True, description="fill rows of max_length with several documents (which never see each other)"
@@ -86,6 +86,11 @@ class DataConfig(Section):
     workers: Positive = Field(
         1, description="threads that prepare steps ahead for teachers: decoding caches, aligning with other tokenizers"
     )
+
+    @property
+    def cut_bytes(self) -> int:
+        """The size of pieces of plain texts, where nothing was measured either."""
+        return self.piece_bytes or 4096
 
     @model_validator(mode="after")
     def _mixture(self) -> DataConfig:

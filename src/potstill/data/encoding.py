@@ -77,8 +77,7 @@ class Encoder:
         self._evaluation = evaluation
         self._ends = ends
         self._eos: int | None = tokenizer.eos_token_id if append_eos and not evaluation else None
-        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self._start: int | None = (eos if bos is None else bos) if evaluation else None
+        self._start: int | None = _start(tokenizer) if evaluation else None
         added = tokenizer.added_tokens_decoder
         self._special = np.zeros(max([len(tokenizer), *(i + 1 for i in added)]), dtype=np.bool_)
         self._special[[i for i, token in added.items() if token.special]] = True
@@ -138,7 +137,9 @@ class Encoder:
         # A template's marks are not text. Where they stand in a text of its own they are as any other part of it.
         marks = self._special[ids] if piece.template or not self._evaluation else np.zeros_like(supervised)
         sizes = np.zeros(len(ids), dtype=np.int64)
-        sizes[supervised & ~marks] = _bytes_each(piece, spans[supervised & ~marks])
+        sizes[supervised & ~marks] = _bytes_each(
+            piece, spans[supervised & ~marks], spans[marks] if self._evaluation else None
+        )
         return Tokens(ids, supervised, sizes, _byte_ends(piece.text, spans[:, 1]) if self._ends else None)
 
     def _windows(self, piece: Piece, tokens: Tokens) -> Iterator[Tokens]:
@@ -206,17 +207,31 @@ def _digest(piece: Piece) -> bytes:
 _NO_TEXT = Piece("", "")
 
 
-def _bytes_each(piece: Piece, spans: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _start(tokenizer: Any) -> int:
+    """What stands before a text's first token, so that it can be scored too: bos, or what is most like it."""
+    names = ("bos", "eos", "cls", "sep", "pad", "unk")
+    return int(next((i for name in names if (i := getattr(tokenizer, f"{name}_token_id")) is not None), 0))
+
+
+def _bytes_each(
+    piece: Piece, spans: npt.NDArray[np.int64], marks: npt.NDArray[np.int64] | None
+) -> npt.NDArray[np.int64]:
     """UTF-8 bytes of what is to be supervised that the token of each character span is the first to cover. Of several tokens
-    of one character the first has it."""
+    of one character the first has it. With `marks`, the spans of a template's own tokens, every byte outside them counts: what
+    a tokenizer leaves out (accents that it composed, spaces that it joined) belongs to the token after it, or to the last."""
     wanted = np.zeros(len(piece.text), dtype=np.bool_)
     for begin, end in piece.spans or ((0, len(piece.text)),):
         wanted[begin:end] = True
+    for begin, end in () if marks is None else marks:
+        wanted[begin:end] = False
     upto = _bytes_before(piece.text, wanted)
     order = np.argsort(spans[:, 0], kind="stable")
     begins, ends = spans[order].T
     reached = np.maximum.accumulate(ends)
     known = np.concatenate([[0], reached[:-1]])[: len(order)]
+    if marks is not None and len(order):
+        reached[-1] = len(piece.text)
+        begins = known
     sizes = np.empty(len(order), dtype=np.int64)
     sizes[order] = upto[reached] - upto[np.minimum(np.maximum(begins, known), reached)]
     return sizes

@@ -108,8 +108,7 @@ def _maker(data: DataConfig, source: SourceConfig, key: str, tokenizer: Any) -> 
         return lambda record, where: _chat_pieces(record, where, source, renderer)
     if source.kind == "completion":
         return lambda record, where: _completion_pieces(record, where, source)
-    most = data.piece_bytes or 4 * data.max_length
-    return lambda record, where: _text_pieces(record, where, source, most)
+    return lambda record, where: _text_pieces(record, where, source, data.cut_bytes)
 
 
 def _text_pieces(record: Mapping[str, Any], where: str, source: SourceConfig, most: int) -> Iterator[Piece]:

@@ -104,7 +104,7 @@ def _reference(
     examples: int | None,
 ) -> Reference | None:
     if isinstance(opened, Path):
-        return in_cache(opened, student, data, batch_size=batch_size, limit=examples, where="--teacher")
+        return in_cache(opened, student, data, batch_size=batch_size, limit=examples, where="--teacher", key="--data")
     if isinstance(opened, RemoteOrigin):
         config = TeacherConfig(server=teacher)
         return behind_server(config, opened, student, data, "--teacher", "--data", exact=True)

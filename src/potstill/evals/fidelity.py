@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from potstill.config import DataConfig
-from potstill.data import Windows
+from potstill.data import Prefetched, Windows
 from potstill.losses import compare_rows
 from potstill.losses.compare import RowStats
-from potstill.models import LanguageModel
+from potstill.models import LanguageModel, evaluating
 from potstill.types import Batch, PotstillError, Teacher
 
 CALIBRATION_BINS = 15
@@ -23,22 +23,18 @@ CALIBRATION_BINS = 15
 
 @dataclass
 class Sums:
-    """What is added up over batches, in float64: rows and their values."""
+    """What is added up over batches, in float64. A value that is not known for all rows is not there."""
 
     rows: int = 0
-    values: dict[str, float] = field(
-        default_factory=dict
-    )  # a value that is not known for some rows is not there at all
+    values: dict[str, float] = field(default_factory=dict)
 
-    def add(self, columns: Mapping[str, Tensor | None]) -> None:
-        found = {name: column for name, column in columns.items() if column is not None}
-        if not self.rows:
-            self.values = dict.fromkeys(found, 0.0)
-        totals = torch.stack([column.double().sum() for column in found.values()]).tolist()
-        self.rows += len(next(iter(found.values())))
-        for name, total in zip(found, totals, strict=True):
-            if name in self.values:
-                self.values[name] += total
+    def add(self, rows: int, columns: Mapping[str, Tensor | None]) -> None:
+        """Values [rows] by name; None: not known."""
+        found = {name: column.double().sum() for name, column in columns.items() if column is not None}
+        totals = torch.stack(list(found.values())).tolist() if found else []
+        before = self.values if self.rows else dict.fromkeys(found, 0.0)
+        self.values = {name: before[name] + total for name, total in zip(found, totals, strict=True) if name in before}
+        self.rows += rows
 
     def mean(self, name: str) -> float | None:
         return self.values[name] / self.rows if self.rows and name in self.values else None
@@ -54,27 +50,24 @@ def evaluate(
     *,
     asked: Sequence[Batch] | None = None,
     key: str = "eval.data",
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """The student on held-out batches; against the teacher when there is one. `asked`: what the teacher is asked about, where
-    that is other text than these, or less."""
-    training = student.model.training
-    student.model.eval()
+    that is other text than these, or less. `interrupted`: whether to stop waiting for the teacher (StoppedWaiting)."""
     total_bytes = 0
     own, close = Sums(), Sums()
     bins = torch.zeros(CALIBRATION_BINS, 3, dtype=torch.float64)  # rows, confidence, correct
-    for host_batch in batches:
-        stats = _compared(student, teacher if asked is None else None, host_batch, device)
-        own.add({"nll": stats.nll, "correct": stats.correct})
-        close.add({"rows": torch.ones_like(stats.nll), "kl": stats.kl, "agreement": stats.agreement})
-        bins += _binned(stats.confidence, stats.correct).cpu()
-        total_bytes += sum(example.supervised_bytes for example in host_batch.examples)
-        progress(len(host_batch.rows))
-    if asked is not None:
-        close = Sums()
-        for host_batch in asked:
-            stats = _compared(student, teacher, host_batch, device)
-            close.add({"rows": torch.ones_like(stats.nll), "kl": stats.kl, "agreement": stats.agreement})
-    student.model.train(training)
+    with evaluating(student.model):
+        for rows, stats, scored in _compared(student, teacher if asked is None else None, batches, device, interrupted):
+            own.add(rows, {"nll": stats.nll, "correct": stats.correct})
+            close.add(rows, {"kl": stats.kl, "agreement": stats.agreement})
+            bins += _binned(stats.confidence, stats.correct).cpu()
+            total_bytes += scored
+            progress(rows)
+        if asked is not None:
+            close = Sums()
+            for rows, stats, _ in _compared(student, teacher, asked, device, interrupted):
+                close.add(rows, {"kl": stats.kl, "agreement": stats.agreement})
     if not own.rows or not total_bytes:
         raise PotstillError(f"{key}: there is no supervised text to evaluate on")
     nll = own.values["nll"]
@@ -90,13 +83,22 @@ def evaluate(
     }
 
 
-def _compared(student: LanguageModel, teacher: Teacher | None, host_batch: Batch, device: torch.device) -> RowStats:
-    batch = host_batch.to(device)
-    head = student.at_rows(student.hidden(batch, batch.rows.student))
-    target = None
-    if teacher is not None:
-        target = teacher.targets(batch, teacher.complete(batch, teacher.prepare(host_batch)))
-    return compare_rows(head, batch.rows.labels, target)
+def _compared(
+    student: LanguageModel,
+    teacher: Teacher | None,
+    batches: Iterable[Batch],
+    device: torch.device,
+    interrupted: Callable[[], bool],
+) -> Iterator[tuple[int, RowStats, int]]:
+    """Of each batch: its rows, what is found at them, and the bytes they stand for."""
+    made = ((batch, None if teacher is None else teacher.prepare(batch)) for batch in batches)
+    with Prefetched(made, depth=1, interrupted=interrupted) as ready:  # a server is asked ahead
+        for host_batch, prepared in ready:
+            batch = host_batch.to(device)
+            head = student.at_rows(student.hidden(batch, batch.rows.student))
+            target = None if teacher is None else teacher.targets(batch, teacher.complete(batch, prepared))
+            scored = sum(example.supervised_bytes for example in host_batch.examples)
+            yield len(batch.rows), compare_rows(head, batch.rows.labels, target), scored
 
 
 def _binned(confidence: Tensor, correct: Tensor) -> Tensor:
@@ -132,19 +134,17 @@ def evaluation_batches(
 @torch.no_grad()
 def complete(student: LanguageModel, prompts: Sequence[str], max_new_tokens: int) -> list[dict[str, str]]:
     """Greedy completions, one prompt at a time: no padding, no randomness."""
-    training = student.model.training
-    student.model.eval()
     samples = []
     for prompt in prompts:
         encoded = student.tokenizer(prompt, return_tensors="pt").input_ids.to(student.model.device)
-        written = student.model.generate(
-            encoded,
-            attention_mask=torch.ones_like(encoded),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=student.tokenizer.pad_token_id or student.tokenizer.eos_token_id or 0,
-        )
+        with evaluating(student.model):
+            written = student.model.generate(
+                encoded,
+                attention_mask=torch.ones_like(encoded),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                pad_token_id=student.tokenizer.pad_token_id or student.tokenizer.eos_token_id or 0,
+            )
         text = student.tokenizer.decode(written[0, encoded.shape[1] :], skip_special_tokens=True)
         samples.append({"prompt": prompt, "text": text})
-    student.model.train(training)
     return samples

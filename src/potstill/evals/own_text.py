@@ -10,7 +10,7 @@ import torch
 from potstill.config import DataConfig, SamplingConfig
 from potstill.data import Encoder
 from potstill.losses import fused_linear_kd
-from potstill.models import LanguageModel
+from potstill.models import LanguageModel, evaluating
 from potstill.rollouts.buffer import Layout, about, laid_out
 from potstill.rollouts.engine import Ask
 from potstill.rollouts.prompts import Answers, Prompt, Prompter, stop_ids
@@ -60,19 +60,21 @@ class OwnText:
         written = self._engine.generate(asked)
         examples = [self._answers.own(p, text, "student", None) for p, text in zip(self._prompts, written, strict=True)]
         model = self._student.model
-        training = model.training
-        model.eval()
         sums, rows = torch.zeros(2, dtype=torch.float64), 0
-        for host_batch in laid_out(examples, Layout(len(examples), self._batch_size, 0, packing=False)):
-            batch = host_batch.to(model.device)
-            head = self._student.at_rows(self._student.hidden(batch, batch.rows.student))
-            target = self._teacher.targets(batch)
-            assert head.hidden is not None and head.weight is not None
-            for place, divergence in enumerate(("reverse_kl", "forward_kl")):
-                options: dict[str, Any] = {"softcap": head.softcap, "logit_scale": head.logit_scale, "bias": head.bias}
-                out = fused_linear_kd(head.hidden, head.weight, target, divergence=divergence, **options)
-                sums[place] += out.kd.double().sum().cpu()
-            rows += len(batch.rows)
-        model.train(training)
+        with evaluating(model):
+            for host_batch in laid_out(examples, Layout(len(examples), self._batch_size, 0, packing=False)):
+                batch = host_batch.to(model.device)
+                head = self._student.at_rows(self._student.hidden(batch, batch.rows.student))
+                target = self._teacher.targets(batch)
+                assert head.hidden is not None and head.weight is not None
+                for place, divergence in enumerate(("reverse_kl", "forward_kl")):
+                    options: dict[str, Any] = {
+                        "softcap": head.softcap,
+                        "logit_scale": head.logit_scale,
+                        "bias": head.bias,
+                    }
+                    out = fused_linear_kd(head.hidden, head.weight, target, divergence=divergence, **options)
+                    sums[place] += out.kd.double().sum().cpu()
+                rows += len(batch.rows)
         found = {name.replace("rollout", "own"): value for name, value in about(written).items()}
         return {"own_reverse_kl": float(sums[0] / rows), "own_forward_kl": float(sums[1] / rows), **found}

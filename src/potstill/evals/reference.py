@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,17 @@ class Reference:
 
 
 def measured_against(
-    reference: Reference | None, student: LanguageModel, batches: Sequence[Batch], device: torch.device
+    reference: Reference | None,
+    student: LanguageModel,
+    batches: Sequence[Batch],
+    device: torch.device,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """The student's evaluation within a run, which a server that stays away does not end: then there is no KL, and a word."""
     if reference is None:
         return evaluate(student, None, batches, device)
     try:
-        return evaluate(student, reference.teacher, batches, device, asked=reference.batches)
+        return evaluate(student, reference.teacher, batches, device, asked=reference.batches, interrupted=interrupted)
     except PotstillError as error:
         if not reference.away:
             raise
@@ -95,7 +99,14 @@ def behind_server(
 
 
 def in_cache(
-    folder: Path, student: LanguageModel, data: DataConfig, *, batch_size: int, limit: int | None, where: str
+    folder: Path,
+    student: LanguageModel,
+    data: DataConfig,
+    *,
+    batch_size: int,
+    limit: int | None,
+    where: str,
+    key: str = "eval.data",
 ) -> Reference:
     """What it holds of the text, read as in training: in the cache's own pieces, up to max_length."""
     cache = Cache(folder)
@@ -103,7 +114,14 @@ def in_cache(
     width, temperature = check_cache(cache, student, data, LossConfig(), where)
     teacher = CachedTeacher(Shelf(cache, skip_missing=True), width, str(folder), temperature=temperature)
     windows = Windows(
-        data, student.tokenizer, batch_size=batch_size, micro_batch_size=batch_size, seed=0, epochs=1, limit=limit
+        data,
+        student.tokenizer,
+        batch_size=batch_size,
+        micro_batch_size=batch_size,
+        seed=0,
+        epochs=1,
+        limit=limit,
+        key=key,
     )
     batches: list[Batch] = []
     examples = lacking = 0

@@ -1,6 +1,6 @@
 """Causal language models: hidden states and a head, loaded, probed, and with tokenizers that were checked."""
 
-from potstill.models.language_model import LanguageModel, backbone, hidden_states
+from potstill.models.language_model import LanguageModel, backbone, evaluating, hidden_states
 from potstill.models.libraries import quiet
 from potstill.models.loading import check_fit, keep_layers, load_student, load_student_tokenizer, load_teacher
 from potstill.models.tokenizer import difference, load_tokenizer, same_tokenizer, shared_ids
@@ -10,6 +10,7 @@ __all__ = [
     "backbone",
     "check_fit",
     "difference",
+    "evaluating",
     "hidden_states",
     "keep_layers",
     "load_student",

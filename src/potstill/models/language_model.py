@@ -5,7 +5,8 @@ B rows, L positions, N loss rows, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,17 @@ def backbone(model: PreTrainedModel) -> nn.Module:
     nested = model.config.get_text_config() is not model.config
     part = model.get_decoder() if nested else model.base_model
     return part.model if part.get_output_embeddings() is not None else part  # Llama 4 has a model with a head in there
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Without dropout. However the block ends, the model then trains, or does not, as before."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch, masks: str) -> Tensor:

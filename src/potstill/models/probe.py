@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from potstill.losses.dense import target_logits
-from potstill.models.language_model import LanguageModel, hidden_states
+from potstill.models.language_model import LanguageModel, evaluating, hidden_states
 from potstill.models.libraries import reason
 from potstill.types import Batch, PotstillError, Rows
 
@@ -32,9 +32,7 @@ RAMP = 60.0  # what the head's product is replaced with goes from minus to plus 
 def probed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, who: str) -> LanguageModel:
     """Find out how the model takes masks, and check that head(hidden) is what it calls its logits."""
     config = model.config.get_text_config()
-    training = model.training
-    model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):
         single, packed = _probe_batches(config.to_dict(), model.device)
         try:
             seen = _look(model, single)
@@ -53,7 +51,6 @@ def probed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, who: str)
         language_model.head = _head(language_model, seen, who)
         if _takes_block_masks(model, single, packed):
             language_model.masks = "blocks"
-    model.train(training)
     return language_model
 
 

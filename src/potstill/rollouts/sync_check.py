@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from potstill.config.policy import SamplingConfig
-from potstill.models import LanguageModel
+from potstill.models import LanguageModel, evaluating
 from potstill.rollouts.engine import Ask, Written
 from potstill.rollouts.sampling import drawn_from
 from potstill.types import PotstillError
@@ -79,13 +79,9 @@ class SyncCheck:
 @torch.no_grad()
 def chosen_logprobs(student: LanguageModel, ids_BL: Tensor, begin: int, sampling: SamplingConfig) -> Tensor:
     """How likely the student draws each token from place `begin` on: [B, L − begin]."""
-    training = student.model.training
-    student.model.eval()
-    try:
-        ids_BL = ids_BL.to(student.model.device)
+    ids_BL = ids_BL.to(student.model.device)
+    with evaluating(student.model):
         logits = student.model(input_ids=ids_BL, use_cache=False).logits[:, begin - 1 : -1]
-    finally:
-        student.model.train(training)
     logprobs = drawn_from(logits.flatten(0, 1), sampling).view(logits.shape)
     return logprobs.gather(-1, ids_BL[:, begin:, None]).squeeze(-1)
 

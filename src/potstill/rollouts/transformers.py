@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from potstill.config import SamplingConfig
 from potstill.losses.dense import target_logits
-from potstill.models import LanguageModel, backbone
+from potstill.models import LanguageModel, backbone, evaluating
 from potstill.models.libraries import reason
 from potstill.rollouts.engine import Ask, Written
 from potstill.rollouts.rows import Kept, Reread
@@ -241,12 +241,11 @@ class _StopTexts:
 @contextmanager
 def _writing(model: Any) -> Iterator[None]:
     """Without dropout, and without the compiled forward pass, which would be compiled anew for every length."""
-    training, base = model.training, backbone(model)
+    base = backbone(model)
     compiled = base._compiled_call_impl
     base._compiled_call_impl = None
-    model.eval()
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
-        model.train(training)
         base._compiled_call_impl = compiled

@@ -32,7 +32,6 @@ from potstill.teachers.reading import (
     TeacherText,
     as_cached,
     chat_kwargs,
-    piece_bytes,
     pieces_of,
 )
 from potstill.teachers.store import SHARD_BYTES, Cache, adopt, begun_cache, create
@@ -93,7 +92,7 @@ class Scribe:
             },
             "tokenizer": found.tokenizer,
             "chat": {"template": found.template, "kwargs": _chat_kwargs(data, folder)},
-            "piece_bytes": piece_bytes(data),
+            "piece_bytes": data.cut_bytes,
         }
         self.writer = create(folder, identity, self._beside)
         try:

@@ -46,10 +46,6 @@ def piece_of(example: Example) -> Piece:
     )
 
 
-def piece_bytes(data: DataConfig) -> int:
-    return data.piece_bytes or 4 * data.max_length
-
-
 def as_cached(data: DataConfig, manifest: Mapping[str, Any]) -> DataConfig:
     """`data`, cut into pieces as a cache's texts were, where it does not say itself."""
     return data if data.piece_bytes else data.model_copy(update={"piece_bytes": manifest["piece_bytes"]})

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
-from potstill.models import LanguageModel, same_tokenizer
+from potstill.models import LanguageModel, evaluating, same_tokenizer
 from potstill.sections import fixed_value
 from potstill.teachers.aligned import AlignedCached, Rereader, check_across
 from potstill.teachers.asking import Asking
@@ -183,13 +183,8 @@ class StudentTopK:
         return target.to(batch.input_ids.device)
 
     def _likes(self, batch: Batch) -> npt.NDArray[np.int32]:
-        model = self._student.model
-        training = model.training
-        model.eval()
-        try:
+        with evaluating(self._student.model):
             hidden = self._student.hidden(batch, batch.rows.student)
-        finally:
-            model.train(training)
         if not len(batch.rows):  # left out after it was read: other ranks may share the forward pass
             return np.zeros((0, self._form.k), dtype=np.int32)
         target = self._student.at_rows(hidden, self._form.vocabulary)

@@ -43,6 +43,11 @@ class Progress:
     teachers: list[str | None] = field(default_factory=list)  # fingerprints of those behind servers
 
 
+def saved_steps(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first."""
+    return sorted(folder.glob("step-????????"))
+
+
 class Checkpoints:
     """The checkpoints of one run."""
 
@@ -62,7 +67,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Oldest first."""
-        return sorted(self.folder.glob("step-????????"))
+        return saved_steps(self.folder)
 
     def save(
         self,

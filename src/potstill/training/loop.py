@@ -81,6 +81,8 @@ def train(
                 if following is None and recipe.policy.writes and recipe.train.epochs is not None:
                     run.total_steps = run.step  # fewer than were counted: some answers had nothing in them
                     progress = replace(progress, total_steps=run.step)
+                    if run.evaluation is None or run.evaluation["step"] != run.step:
+                        progress = _evaluated(recipe, run, parts, progress, saver, watching, stop)
                     saver.keep(progress)
                     break
                 if following is None:
@@ -99,9 +101,7 @@ def train(
                 raise
             except PotstillError as error:  # of a server that stays away, of a record: the steps so far are sound
                 set_random_state(random, parts.device)
-                if saver.keep(progress):
-                    raise PotstillError(f"{error}; the run is saved at step {run.step}") from error
-                raise
+                raise saver.kept(progress, error) from error
             run.step, run.counts = run.step + 1, window.counts
             feed.advance(run.step)
             progress = replace(
@@ -118,10 +118,7 @@ def train(
             last = run.step == run.total_steps
             ends = last or (run.asked_to_stop and not stop.signal)  # after a signal there is no time to evaluate
             if recipe.eval is not None and (ends or _due(run.step, recipe.eval.every)):
-                run.evaluation = {"step": run.step, **parts.evaluate()}
-                progress = _with_best(progress, run.evaluation["bits_per_byte"])
-                for watcher in watching:
-                    watcher.evaluated(run, run.evaluation)
+                progress = _evaluated(recipe, run, parts, progress, saver, watching, stop)
             # Read once: the step a run ends at is a step it saves.
             run.stopped_by = None if last else stop.signal or run.asked_to_stop
             if last or run.stopped_by or progress.best_step == run.step or saver.due():
@@ -129,6 +126,30 @@ def train(
     if recipe.checkpoint.push_to_hub and run.step == run.total_steps:
         _push(parts, recipe.checkpoint.push_to_hub)
     return run
+
+
+def _evaluated(
+    recipe: Recipe,
+    run: Run,
+    parts: Parts,
+    progress: Progress,
+    saver: Saver,
+    watching: Sequence[Callback],
+    stop: StopSignal,
+) -> Progress:
+    """The run's progress after an evaluation of its present step. One that fails loses no steps; one that a signal finds
+    waiting for a server is given up."""
+    if recipe.eval is None:
+        return progress
+    try:
+        run.evaluation = {"step": run.step, **parts.evaluate(lambda: stop.signal is not None)}
+    except StoppedWaiting:
+        return progress
+    except PotstillError as error:
+        raise saver.kept(progress, error) from error
+    for watcher in watching:
+        watcher.evaluated(run, run.evaluation)
+    return _with_best(progress, run.evaluation["bits_per_byte"])
 
 
 def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock: Stopwatch) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from potstill.training.diagnosis import refuse_broken_weights
 from potstill.training.feed import Feed
 from potstill.training.run import Callback, Run
 from potstill.training.setup import Parts
+from potstill.types import PotstillError
 
 
 class Saver:
@@ -49,6 +50,10 @@ class Saver:
         self._last = self._seconds()
         for watcher in self._watching:
             watcher.saved(run, run.checkpoint)
+
+    def kept(self, progress: Progress, error: PotstillError) -> PotstillError:
+        """What to raise in place of an error that the steps so far have nothing to do with: they are saved."""
+        return PotstillError(f"{error}; the run is saved at step {self._run.step}") if self.keep(progress) else error
 
     def keep(self, progress: Progress) -> bool:
         """Save what is not saved yet; whether there was something."""

@@ -25,7 +25,7 @@ from potstill.parallel.mesh import pick_device
 from potstill.recipe import changed_keys, load_recipe, recipe_yaml
 from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.several import Faculty, as_teachers_need, check_there, count_left, open_teachers
-from potstill.training.checkpoint import Checkpoints, Progress
+from potstill.training.checkpoint import Checkpoints, Progress, saved_steps
 from potstill.training.metrics import EVALS, METRICS
 from potstill.training.optimizer import make_optimizers
 from potstill.training.run import Run
@@ -33,7 +33,7 @@ from potstill.training.state import load_state
 from potstill.training.student import StudentLoss
 from potstill.types import Batch, PotstillError, Teacher
 
-RECIPE = "recipe.yaml"
+RECIPE, CHECKPOINTS = "recipe.yaml", "checkpoints"
 OTHER_FOLDER = "run= of a recipe, --out of the quickstart"
 # What may differ when a run goes on: it does not change the steps already taken.
 MAY_CHANGE = re.compile(
@@ -53,7 +53,7 @@ class Parts:
     optimizers: list[Optimizer]
     precision: str  # fp32 or bf16
     windows: Callable[[dict[str, Any] | None], Windows]  # from a position in the data
-    evaluate: Callable[[], dict[str, Any]]
+    evaluate: Callable[..., dict[str, Any]]  # may be given when to stop waiting for a teacher
     data: DataConfig  # as the teachers need it
     recipe: Recipe  # with the size of the pieces, where that was measured
     writer: LanguageModel | RemoteOrigin | None = None  # the first teacher, where it can be asked to write
@@ -68,7 +68,7 @@ class Parts:
 def open_run(recipe: Recipe, warn: Callable[[str], None]) -> tuple[Run, Checkpoints]:
     """The run's folder, locked for this process."""
     folder = Path(recipe.run)
-    checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep, warn)
+    checkpoints = Checkpoints(folder / CHECKPOINTS, recipe.checkpoint.keep, warn)
     used = bool(checkpoints.all())
     if used and recipe.checkpoint.resume == "never":
         raise PotstillError(
@@ -95,10 +95,14 @@ def open_run(recipe: Recipe, warn: Callable[[str], None]) -> tuple[Run, Checkpoi
 def as_begun(recipe: Recipe) -> Recipe:
     """The recipe with the size of pieces that its run began with, where it does not say: a run is never measured twice."""
     saved = Path(recipe.run) / RECIPE
-    used = saved.exists() and Checkpoints(Path(recipe.run) / "checkpoints", 1, lambda message: None).all()
-    if recipe.data.piece_bytes is not None or not used:
+    if recipe.data.piece_bytes is not None or not saved.exists() or not saved_steps(Path(recipe.run) / CHECKPOINTS):
         return recipe
-    pieces = {"piece_bytes": load_recipe(saved).data.piece_bytes}
+    try:
+        pieces = {"piece_bytes": load_recipe(saved).data.piece_bytes}
+    except PotstillError:
+        if recipe.checkpoint.resume == "anyway":
+            return recipe
+        raise
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=pieces)})
 
 
@@ -165,11 +169,11 @@ def assemble(recipe: Recipe) -> Parts:
             changed_data_ok=recipe.checkpoint.resume == "anyway",
         )
 
-    def evaluate_student() -> dict[str, Any]:
+    def evaluate_student(interrupted: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         assert recipe.eval is not None
         if not held_out:
             held_out.extend(evaluation_batches(recipe.eval.data, student, recipe.eval.batch_size, recipe.eval.examples))
-        result = measured_against(reference, student, held_out, device)
+        result = measured_against(reference, student, held_out, device, interrupted)
         if own_text is not None:
             result |= own_text()
         return {**result, "samples": complete(student, recipe.eval.prompts, recipe.eval.max_new_tokens)}
