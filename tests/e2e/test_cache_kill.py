@@ -105,6 +105,7 @@ def shards(folder: Path) -> int:
     return len(shard_names(folder)) if folder.is_dir() else 0
 
 
+@pytest.mark.slow
 def test_two_processes_killed_half_way(
     tmp_path: Path, tiny_teacher: Path, many_texts: Path, command: Callable[..., Any]
 ) -> None:

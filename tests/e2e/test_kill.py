@@ -22,7 +22,7 @@ from potstill.types import PotstillError
 pytestmark = pytest.mark.e2e
 
 
-def test_killed_at_any_moment_it_ends_with_the_same_bits(runs: TinyRuns) -> None:
+def test_killed_at_any_moment_it_ends_with_the_same_bits(runs: TinyRuns, command: Callable[..., Any]) -> None:
     options = ["train.steps=60", "checkpoint.every=5", "train.optimizer.name=muon", "log.tensorboard=true"]
     undisturbed = potstill.train(runs.recipe("whole", *options, eval=runs.evaluation(every=20))).folder
     recipe = runs.file("killed", *options, eval=runs.evaluation(every=20))
@@ -46,10 +46,9 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(runs: TinyRuns) -> None
     assert second.end()[0] == -signal.SIGKILL
     assert steps_on_disk(run)[-1] < 60
 
-    third = Process(recipe, run)
-    code, said = third.end()
-    assert code == 0
-    assert "going on at step " in said and "step-00000060/model" in said
+    third = command("train", recipe)
+    assert third.code == 0
+    assert "going on at step " in third.out and "step-00000060/model" in third.out
     assert_same_run(run, undisturbed)
     assert lines(run / "evals.jsonl") == lines(undisturbed / "evals.jsonl")
     assert not list((run / "checkpoints").glob(".unfinished-*"))
