@@ -37,12 +37,14 @@ RACES = {
     "unit/test_cached_teacher.py": "threads",
     "unit/test_connection.py": "",
     "unit/test_eval_command.py": "server|served",
+    "unit/test_fidelity.py": "server|served|fails|failure|loses",
     "unit/test_pipeline.py": "prefetched",
     "unit/test_reference.py": "server",
     "unit/test_remote.py": "",
     "unit/test_remote_openai.py": "",
     "unit/test_rollout_teachers.py": "",
     "unit/test_serve.py": "",
+    "unit/test_serve_clients.py": "",
     "unit/test_vllm_away.py": "",
 }
 # What a test file that is in the table, and only such a one, reaches for
