@@ -181,6 +181,10 @@ def test_texts_are_not_written_past_where_the_factors_change(tmp_path):
         assemble(load_recipe(recipe))
     recipe["data"]["max_length"] = 32
     assemble(load_recipe(recipe))
+    held_out = {"sources": [{"files": "shipped:corpus/heldout.parquet"}], "max_length": 64, "packing": False}
+    recipe["eval"] = {"data": held_out, "own_texts": 2}
+    with pytest.raises(PotstillError, match=r"eval.data.max_length is 64 and the student cannot write texts beyond 32"):
+        assemble(load_recipe(recipe))
 
 
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}

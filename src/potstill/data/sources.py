@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -60,6 +61,7 @@ class Source:
         self.shuffle = shuffle
         self.columns = dict.fromkeys(further, "columns") | _columns(config)
         self._dataset: Any = None
+        self._unchecked: _Unchecked | None = None
         self._dataset_fingerprint = ""
         self._paths = _paths(config.files, key) if config.files is not None else []
 
@@ -133,7 +135,7 @@ class Source:
                 self.check_columns(dataset.column_names, f"the data set {name}")
                 dataset = dataset.select_columns(list(self.columns))
             if not self.config.streaming and _is_saved(_folder(self.config)):
-                dataset.data.validate(full=True)  # from a folder that may be another's: see `_rows`
+                self._unchecked = _Unchecked(dataset)
             self._dataset = dataset
         return self._dataset
 
@@ -160,6 +162,8 @@ class Source:
         order = generator(self.seed, 2, epoch).permutation(size) if self.shuffle else np.arange(size)
         for begin in range(start, size, ROWS_AT_ONCE):
             rows_here = order[begin : begin + ROWS_AT_ONCE]
+            if self._unchecked is not None:
+                self._unchecked.check(rows_here)
             columns = dataset[rows_here.tolist()]
             for offset, row in enumerate(rows_here.tolist()):
                 record = {c: columns[c][offset] for c in self.columns}
@@ -181,6 +185,24 @@ class Source:
         hint = f"; did you mean {role}: {near[0]}?" if near else f"; set {role} to one of them"
         listed = ", ".join(there) or "none at all"
         return f"{self.key}.{role}: {where} has no column {column} (there: {listed}){hint}"
+
+
+class _Unchecked:
+    """The batches of a data set from a folder, which may be another's: each is validated before its first row is read (as in
+    `_rows`), and not all of them before the first step, for that would read the whole set."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._batches: list[pa.RecordBatch | None] = dataset.data.to_batches()
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches if batch is not None])
+        self._indices = dataset._indices is not None  # rows are others than they are called
+
+    def check(self, rows: npt.NDArray[np.int64]) -> None:
+        touched = np.unique(np.searchsorted(self._ends, rows, side="right"))
+        for place in range(len(self._batches)) if self._indices else touched.tolist():
+            batch = self._batches[place]
+            if batch is not None:
+                batch.validate(full=True)
+                self._batches[place] = None
 
 
 def _columns(config: SourceConfig) -> dict[str, str]:
@@ -322,9 +344,8 @@ def _read_arrow(path: str, skip: int, columns: list[str], source: Source) -> Ite
 def _rows(batches: Iterator[pa.RecordBatch], first: int, skip: int, path: str) -> Iterator[tuple[int, Record, str]]:
     """The rows of columnar batches, the first of them numbered `first`, without those before number `skip`."""
     for batch in batches:
-        batch.validate(
-            full=True
-        )  # Arrow believes the offsets in a file: wrong ones would read other memory, or end the process
+        # Arrow believes the offsets in a file: wrong ones would read other memory, or end the process.
+        batch.validate(full=True)
         for begin in range(max(0, skip - first), batch.num_rows, ROWS_AT_ONCE):
             for offset, record in enumerate(batch.slice(begin, ROWS_AT_ONCE).to_pylist()):
                 number = first + begin + offset

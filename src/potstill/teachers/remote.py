@@ -48,6 +48,7 @@ class RemoteOrigin:
         self.server = server
         self.tokenizer, self.positions, self.identity = server.tokenizer, server.positions, server.identity
         self.probe, self.at_once = server.probe, concurrency
+        self.heads: dict[tuple[torch.device, int], DenseTarget] = {}  # downloaded once, whoever reads with it
         self._asking = Asking(concurrency, lambda: server.connection.error("the run has ended"))
 
     def format(self, store: StoreConfig) -> Format:
@@ -118,7 +119,6 @@ class RemoteShelf:
         self.ahead = origin.at_once
         self._origin = origin
         self._read = read
-        self._heads: dict[tuple[torch.device, int], DenseTarget] = {}
 
     def lacks(self, batch: Batch) -> Sequence[int]:
         return ()
@@ -140,9 +140,10 @@ class RemoteShelf:
         """Nothing is left to do: `documents` waits for the server."""
 
     def head(self, device: torch.device, width: int) -> DenseTarget:
-        if (device, width) not in self._heads:
-            self._heads[device, width] = self._origin.head(width).to(device)
-        return self._heads[device, width]
+        heads = self._origin.heads
+        if (device, width) not in heads:
+            heads[device, width] = self._origin.head(width).to(device)
+        return heads[device, width]
 
     def close(self) -> None:
         self._origin.close()

@@ -141,7 +141,7 @@ def assemble(recipe: Recipe) -> Parts:
         check_fit(data, "data", who, language_model)
         if recipe.eval is not None:
             check_fit(recipe.eval.data, "eval.data", who, language_model)
-    _check_writes(recipe, data, student)
+    _check_writes(recipe, data, student, faculty.writer)
     if recipe.train.gradient_checkpointing:
         if not student.model.supports_gradient_checkpointing:
             raise PotstillError(
@@ -198,14 +198,20 @@ def assemble(recipe: Recipe) -> Parts:
     )
 
 
-def _check_writes(recipe: Recipe, data: DataConfig, student: LanguageModel) -> None:
+def _check_writes(recipe: Recipe, data: DataConfig, student: LanguageModel, teacher: Any) -> None:
     """Keys and values that were computed with the factors for short texts do not fit those for long ones."""
-    short = student.short_positions
-    if recipe.policy.writes and short is not None and data.max_length > short:
-        raise PotstillError(
-            f"data.max_length is {data.max_length} and the student cannot write texts beyond {short} tokens, where its rotary "
-            f"factors change (longrope): set data.max_length to {short} or less"
-        )
+    writers = [("data", data, "the student", student)] if recipe.policy.on_policy else []
+    if recipe.policy.teacher_writes and isinstance(teacher, LanguageModel):
+        writers.append(("data", data, "the teacher", teacher))
+    if recipe.eval is not None and recipe.eval.own_texts:
+        writers.append(("eval.data", recipe.eval.data, "the student", student))
+    for key, text, who, writer in writers:
+        short = writer.short_positions
+        if short is not None and text.max_length > short:
+            raise PotstillError(
+                f"{key}.max_length is {text.max_length} and {who} cannot write texts beyond {short} tokens, where its rotary "
+                f"factors change (longrope): set {key}.max_length to {short} or less"
+            )
 
 
 def _set_dropout(recipe: Recipe, student: LanguageModel) -> list[str]:
