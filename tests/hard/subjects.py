@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -89,6 +90,7 @@ class _Watched(Callback):
         if run.step % self.every:
             return
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what is freed is given back: what is left is held
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.seen.append(
             {
@@ -102,7 +104,7 @@ class _Watched(Callback):
 
 def soak(recipe: str, out: str) -> None:
     """A run that is watched."""
-    watched = _Watched(10)
+    watched = _Watched(5)
     potstill.train(recipe, [watched])
     Path(out).write_text(json.dumps(watched.seen))
 

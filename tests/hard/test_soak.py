@@ -17,14 +17,15 @@ def test_soak(runs: TinyRuns, forge: Forge) -> None:
     campaign = Campaign("soak", 240)
     cache = runs.folder / "cache"
     assert forge.command("cache", "build", runs.teacher, "--data", runs.text, "--out", cache, "--k", 8).code == 0
-    every = {"every": 50, "keep": 2}
+    # Often, so that what the first of them leaves behind is there when the watching begins
+    every = {"every": 5, "keep": 2}
     kinds: dict[str, tuple[int, dict[str, Any]]] = {
-        "live": (400, {"eval": runs.evaluation(every=50)}),
+        "live": (400, {"eval": runs.evaluation(every=5)}),
         "cached": (300, {"teachers": [{"cache": str(cache)}]}),
         "on-policy": (300, {"policy": WRITES}),
     }
     for kind, (whole, sections) in kinds.items():
-        steps = max(40, campaign.scaled(whole) // 10 * 10)
+        steps = max(60, campaign.scaled(whole) // 10 * 10)
         recipe = runs.file(kind, f"train.steps={steps}", checkpoint=every, **sections)
         out = runs.folder / f"{kind}.json"
         ended = forge.do("soak", recipe, out, seconds=1800)
