@@ -201,7 +201,7 @@ def serve(
 
     Example: potstill serve shipped:teacher --port 8471
     """
-    from potstill.teachers.server import ServeOptions
+    from potstill.teachers.serve_options import ServeOptions
     from potstill.teachers.server import serve as run_server
 
     run_server(

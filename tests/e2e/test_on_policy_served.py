@@ -38,7 +38,7 @@ def test_a_run_that_waits_for_its_server_ends_when_told_and_goes_on_later(runs: 
         process.wait_for(lambda: "waiting for the server" in process.said())
         process.send(signal.SIGTERM)
         code, said = process.end()
-        assert code == 0, said
+        assert code == 143, said
         (saved,) = steps_on_disk(runs.folder / "waits")
         assert saved == len(lines(runs.folder / "waits" / "metrics.jsonl")) >= 3
         server.restart()

@@ -95,7 +95,7 @@ def test_it_never_comes_back(runs: TinyRuns, said: list[str]) -> None:
         remote = {"kind": "hidden", "patience": 1.0}
         teachers = [{"server": server.address, "remote": remote}]
         recipe = runs.recipe("gone", teachers=teachers, train=train, checkpoint={"every": 1})
-        with pytest.raises(PotstillError, match=r"given up after \d+ s \(remote\.patience\)"):
+        with pytest.raises(PotstillError, match=r"given up after \d+ s \(teachers\[0\]\.remote\.patience\)"):
             potstill.train(recipe, [KillAt(server, 3, said, lambda: None)])
         server.restart()
         assert potstill.train(recipe).step == 12
@@ -107,14 +107,16 @@ def test_it_never_comes_back(runs: TinyRuns, said: list[str]) -> None:
 def test_cache_build_from_a_server_that_is_killed(
     runs: TinyRuns, command: Any, tmp_path: Path, said: list[str]
 ) -> None:
-    """From the command line, with the server's address in place of a model."""
+    """From the command line, with the server's address in place of a model, and from a recipe that waits for it."""
     with Served(runs.teacher) as server:
         whole = command("cache", "build", server.address, "--data", runs.text, "--out", tmp_path / "whole", "--k", 8)
         assert whole.code == 0 and "60 documents added" in whole.out
         server.kill()
         restarted = threading.Thread(target=lambda: (_until(said), server.restart()))
         restarted.start()
-        found = command("cache", "build", server.address, "--data", runs.text, "--out", tmp_path / "killed", "--k", 8)
+        keys = {"cache": str(tmp_path / "killed"), "store": {"k": 8}, "remote": {"start_patience": 120.0}}
+        waiting = runs.file("waiting", teachers=[{"server": server.address, **keys}])
+        found = command("cache", "build", waiting)
         restarted.join()
         assert found.code == 0 and "60 documents added" in found.out
         recipe = runs.file(

@@ -34,7 +34,8 @@ from potstill.teachers.origin import LiveOrigin, identity_of_model
 from potstill.teachers.remote import StudentTopK, open_server
 from potstill.teachers.scored import read_hidden, read_rest, read_sampled, read_top_k
 from potstill.teachers.scorer import Scorer
-from potstill.teachers.server import ServeOptions, Service, application
+from potstill.teachers.serve_options import ServeOptions
+from potstill.teachers.server import Service, application
 from potstill.teachers.several import open_teachers, prepared
 from potstill.teachers.store import Cache
 from potstill.training.student import LossKnobs

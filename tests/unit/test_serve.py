@@ -38,7 +38,8 @@ from potstill.teachers.held import Busy
 from potstill.teachers.origin import format_of, identity_of_model, signal_of_examples
 from potstill.teachers.remote import open_server
 from potstill.teachers.scorer import Job, Scorer
-from potstill.teachers.server import ServeOptions, Service, application
+from potstill.teachers.serve_options import ServeOptions
+from potstill.teachers.server import Service, application
 from potstill.teachers.several import open_teachers
 from potstill.teachers.wire import Question, check_signal, read_answer, read_question, write_question
 from potstill.types import PotstillError

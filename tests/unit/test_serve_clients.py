@@ -21,7 +21,8 @@ from potstill.config import TeacherConfig
 from potstill.teachers.codec import Format
 from potstill.teachers.held import Budget, Busy, Hold
 from potstill.teachers.remote import open_server
-from potstill.teachers.server import ServeOptions, serve
+from potstill.teachers.serve_options import ServeOptions
+from potstill.teachers.server import serve
 from potstill.teachers.wire import Question, read_answer, read_question, write_answer, write_question
 from potstill.types import PotstillError
 

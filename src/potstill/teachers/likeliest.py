@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy.typing as npt
 from potstill.teachers.codec import Format
 
 LEAST_REST = 1e-10  # of the mass: what float32 log-probabilities of the others leave is no better known
+COMPARED = 5  # likeliest tokens of each place that are looked at
 
 
 def top_k_signal(
@@ -34,3 +37,24 @@ def ids_of_text(tokenizer: Any) -> dict[str, int]:
         for text in {tokenizer.decode([i], clean_up_tokenization_spaces=False), tokenizer.convert_ids_to_tokens(i)}:
             found.setdefault(text, []).append(i)
     return {text: ids[0] for text, ids in found.items() if len(ids) == 1}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a server says about one token of a prompt. Tokens are named by what they say, or as token_id:7."""
+
+    chosen: float
+    entries: Mapping[str, float]
+
+
+def distance(rows: Sequence[Row], expected: Mapping[int, Mapping[str, float]], shift: int) -> float:
+    """Between the probe's rows and what the server says when it writes, in nats."""
+    differences = []
+    for place, likeliest in expected.items():
+        if 0 < place + shift <= len(rows):
+            entries = rows[place - 1 + shift].entries
+            # One that is not among them is no likelier than the least of the likeliest.
+            least = min(sorted(entries.values(), reverse=True)[:COMPARED], default=np.inf)
+            for token, value in likeliest.items():
+                differences.append(abs(entries[token] - value) if token in entries else max(0.0, value - least))
+    return float(np.mean(differences)) if differences else float("inf")

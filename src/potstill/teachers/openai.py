@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from potstill.config import StoreConfig, TeacherConfig
 from potstill.models import load_tokenizer
 from potstill.teachers.codec import Format, Signal
 from potstill.teachers.connection import SMALL, Connection, Refused
-from potstill.teachers.likeliest import LEAST_REST, ids_of_text, top_k_signal
+from potstill.teachers.likeliest import COMPARED, LEAST_REST, Row, distance, ids_of_text, top_k_signal
 from potstill.teachers.origin import CLOSE, Identity, format_for
 from potstill.teachers.reading import template_fingerprint, tokenizer_fingerprint
 from potstill.teachers.wire import check_signal
@@ -31,20 +30,11 @@ PROBE = (
     "The committee met on 14 March 1851; its report, long and careful, was read aloud, and then (as usual) put away."
 )
 PREFIXES = 4  # beginnings of the probe's text to go on from
-COMPARED = 5  # likeliest tokens of each
 UNSEEN_SECONDS = 30.0  # in which no server ends and begins again
 # A model's generation_config may set any of these, and --logprobs-mode processed_logprobs tells what they leave
 NO_DEFAULTS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 ENTRY = 512  # bytes at most, of one token and its log-probability in an answer
 ABSENT = (400, 404, 405, 422, 501)
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a server says about one token of a prompt. Tokens are named by what they say, or as token_id:7."""
-
-    chosen: float
-    entries: Mapping[str, float]
 
 
 class Ignored(PotstillError):
@@ -335,17 +325,17 @@ class OpenAIServer:
         with self.understood():
             rows = self._first_rows(ids)
             expected = {place: self._going_on(ids[:place]) for place in places}
-        if self._distance(rows, expected, 0) <= CLOSE:
+        if distance(rows, expected, 0) <= CLOSE:
             return rows
         for shift, words in ((-1, "the one after it"), (1, "the one before it")):
-            if self._distance(rows, expected, shift) <= CLOSE:
+            if distance(rows, expected, shift) <= CLOSE:
                 raise self.connection.error(
                     "its log-probabilities of a prompt are shifted by one: what it gives for a token is that of "
                     f"{words}. It cannot be a teacher"
                 )
         raise self.connection.error(
             "its log-probabilities of a prompt are not what it gives when it goes on from the beginnings of that prompt (they "
-            f"differ by {self._distance(rows, expected, 0):.2f} nats on average). It cannot be a teacher"
+            f"differ by {distance(rows, expected, 0):.2f} nats on average). It cannot be a teacher"
         )
 
     def _first_rows(self, ids: list[int]) -> list[Row]:
@@ -374,18 +364,6 @@ class OpenAIServer:
         # The token that was drawn is there too, also where it is not among the likeliest.
         likeliest = sorted(((str(token), float(value)) for token, value in top[0].items()), key=lambda entry: -entry[1])
         return dict(likeliest[:COMPARED])
-
-    def _distance(self, rows: Sequence[Row], expected: Mapping[int, Mapping[str, float]], shift: int) -> float:
-        """Between the probe's rows and what the server says when it writes, in nats."""
-        differences = []
-        for place, likeliest in expected.items():
-            if 0 < place + shift <= len(rows):
-                entries = rows[place - 1 + shift].entries
-                # One that is not among them is no likelier than the least of the likeliest.
-                least = min(sorted(entries.values(), reverse=True)[:COMPARED], default=np.inf)
-                for token, value in likeliest.items():
-                    differences.append(abs(entries[token] - value) if token in entries else max(0.0, value - least))
-        return float(np.mean(differences)) if differences else float("inf")
 
     def _doubtful(self) -> bool:
         """It failed; or it was connected to anew after a while, in which it may have been started again unseen."""

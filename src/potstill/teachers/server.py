@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import mmap
-import os
-import resource
 import signal
 import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +25,12 @@ from potstill.extras import lacking
 from potstill.models import load_teacher
 from potstill.parallel.mesh import pick_device
 from potstill.recipe import checked
+from potstill.teachers.answers import as_json, host_of, numeric, streamed, words
 from potstill.teachers.codec import Signal
-from potstill.teachers.connection import sound_token
 from potstill.teachers.held import Budget, Busy, Clients, Hold
 from potstill.teachers.origin import Identity, identity_of_model, save_head
 from potstill.teachers.scorer import BUCKETS, Job, Scorer, TooLarge, check_question
+from potstill.teachers.serve_options import JSON, READING, ServeOptions, check_limits, token_of
 from potstill.teachers.wire import (
     HEADER_BYTES,
     HEADERS,
@@ -52,29 +50,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 SHUTDOWN_SECONDS = 30  # for what is under way when the server is told to end
-READING = 4  # times its size that a request's body takes, until it is read
-JSON = 24  # times its size that its header does
 DOCUMENT_BYTES = 1024  # that a document takes besides its arrays
-PIECE = 256 * 2**10  # bytes of an answer that are handed to its connection at once
-OTHER_FILES = 128  # that a process has open besides its connections
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """What the command line says."""
-
-    host: str
-    port: int
-    token_env: str | None
-    max_body_mb: float
-    max_tokens: int | None
-    batch_tokens: int | None
-    max_answer_mb: float = 1024.0
-    version: str = ""  # of potstill
-    max_memory_mb: float = 2048.0
-    max_connections: int = 512
-    client_timeout: float = 30.0
-    allowed_hosts: Sequence[str] = ()
 
 
 def serve(
@@ -94,8 +70,8 @@ def serve(
         raise lacking("potstill serve", "serve") from error
     from potstill.teachers.guard import IDLE_SECONDS, guarded, sparsely
 
-    token = _token(options.token_env)
-    _check_limits(options)
+    token = token_of(options.token_env)
+    check_limits(options)
     keys = {"model": model, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code}
     device = pick_device(device_name)
     teacher = load_teacher(checked(TeacherConfig, keys, "MODEL"), device, "MODEL", "MODEL")
@@ -133,40 +109,6 @@ def serve(
         scorer.close()
 
 
-def _check_limits(options: ServeOptions) -> None:
-    header = JSON * min(options.max_body_mb, HEADER_BYTES / 2**20)
-    needed = READING * options.max_body_mb + header + options.max_answer_mb
-    if options.max_memory_mb < needed:
-        raise PotstillError(
-            f"--max-memory-mb {options.max_memory_mb:g}: one request of --max-body-mb {options.max_body_mb:g} and its answer "
-            f"of --max-answer-mb {options.max_answer_mb:g} take up to {needed:g}: give that, or smaller ones"
-        )
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = options.max_connections + OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < files:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-        except (ValueError, OSError) as error:
-            raise PotstillError(
-                f"--max-connections {options.max_connections}: a process may have {hard} files open here (ulimit -n): give "
-                f"{max(1, hard - OTHER_FILES)} or fewer"
-            ) from error
-
-
-def _token(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    token = os.environ.get(variable, "").strip()
-    if not token:
-        raise PotstillError(f"--token-env {variable}: there is no such environment variable, or it is empty")
-    if not sound_token(token):
-        raise PotstillError(
-            f"--token-env {variable}: it holds spaces, or characters that are not ASCII, within the token: no client could "
-            "send it"
-        )
-    return token
-
-
 class Service:
     """What the addresses of the server do."""
 
@@ -190,9 +132,9 @@ class Service:
     def refused(self, request: Request) -> Response | None:
         """The answer to who has not the token, or came under a name that is none of this server's: a page in somebody's browser
         may be made to reach it so (DNS rebinding)."""
-        name = _host(request.headers.get("host", ""))
-        if name not in self._hosts and "*" not in self._hosts and not _numeric(name):
-            return _words(
+        name = host_of(request.headers.get("host", ""))
+        if name not in self._hosts and "*" not in self._hosts and not numeric(name):
+            return words(
                 421,
                 f"this server does not answer to the name {name[:100]!r}: use its numeric address, or start it with "
                 "--allowed-host and that name",
@@ -203,7 +145,7 @@ class Service:
         if hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             return None
         what = "this is not it" if given else "none was sent"
-        return _words(401, f"this server wants a bearer token, and {what}")
+        return words(401, f"this server wants a bearer token, and {what}")
 
     def headers(self) -> dict[str, str]:
         found = asdict(self.identity)
@@ -211,13 +153,13 @@ class Service:
 
     async def health(self, request: Request, hold: Hold) -> Response:
         if not self.scorer.alive:
-            return _words(500, "the thread that runs the model has ended")
-        return _json({"status": "ok"})
+            return words(500, "the thread that runs the model has ended")
+        return as_json({"status": "ok"})
 
     async def version(self, request: Request, hold: Hold) -> Response:
         teacher = self.scorer.teacher
         head = teacher.model.get_output_embeddings().weight
-        return _json(
+        return as_json(
             {
                 "service": SERVICE,
                 "protocol": PROTOCOL,
@@ -234,7 +176,7 @@ class Service:
 
     async def tokenizer(self, request: Request, hold: Hold) -> Response:
         content = await self._once("tokenizer", self._tokenizer_files)
-        return _streamed([memoryview(content)], {}, "application/json")
+        return streamed([memoryview(content)], {}, "application/json")
 
     async def _once(self, name: str, make: Callable[[], bytes | mmap.mmap]) -> Any:
         if name not in self._made:
@@ -255,8 +197,8 @@ class Service:
         try:
             content = await self._once("head", self._head)
         except PotstillError as error:
-            return _words(422, str(error))
-        return _streamed([memoryview(content)], self.headers())
+            return words(422, str(error))
+        return streamed([memoryview(content)], self.headers())
 
     def _head(self) -> mmap.mmap:
         """As a file that is not in memory and has no name: it may be as large as all answers together."""
@@ -272,11 +214,11 @@ class Service:
         try:
             answer = await self._scored(request, await self._question(request, hold))
         except (ValueError, PotstillError) as error:
-            return _words(400, str(error))
+            return words(400, str(error))
         except TooLarge as error:
-            return _words(413, str(error))
+            return words(413, str(error))
         except Busy as error:
-            return _words(503, str(error), {"retry-after": "1"})
+            return words(503, str(error), {"retry-after": "1"})
         self._seconds += time.perf_counter() - begin
         return answer
 
@@ -292,14 +234,14 @@ class Service:
 
     async def _body(self, request: Request, hold: Hold) -> bytes:
         most, parts, size = self._most_bytes, [], 0
-        words = f"the request is larger than {most / 2**20:.3g} MB, the most this server takes (--max-body-mb)"
+        large = f"the request is larger than {most / 2**20:.3g} MB, the most this server takes (--max-body-mb)"
         length = request.headers.get("content-length", "0")
         if length.isdigit() and int(length[:20]) > most:
-            raise TooLarge(words)
+            raise TooLarge(large)
         async for part in request.stream():
             size += len(part)
             if size > most:
-                raise TooLarge(words)
+                raise TooLarge(large)
             hold.set(READING * size)
             parts.append(part)
         self._bytes["in"] += size
@@ -328,15 +270,15 @@ class Service:
             if not done.done():
                 self.scorer.drop(job)
         if not done.done():
-            return _words(499, "the client has gone")
+            return words(499, "the client has gone")
         found = done.result()
         if isinstance(found, PotstillError):
-            return _words(422, str(found))
+            return words(422, str(found))
         if isinstance(found, Exception):
-            return _words(500, f"scoring failed ({type(found).__name__}: {found})")
+            return words(500, f"scoring failed ({type(found).__name__}: {found})")
         parts = write_answer(found)
         self._bytes["out"] += sum(map(len, parts))
-        return _streamed(parts, self.headers())
+        return streamed(parts, self.headers())
 
     async def metrics(self, request: Request, hold: Hold) -> Response:
         from starlette.responses import PlainTextResponse
@@ -417,7 +359,7 @@ def application(service: Service, ready: Callable[[], None] = lambda: None) -> S
         assert isinstance(error, HTTPException)
         service.counted(error.status_code)
         there = ", ".join(f"{'POST' if route.path == '/score' else 'GET'} {route.path}" for route in routes)
-        return _words(error.status_code, f"{request.method} {request.url.path}: {error.detail}; there is {there}")
+        return words(error.status_code, f"{request.method} {request.url.path}: {error.detail}; there is {there}")
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -433,42 +375,3 @@ def application(service: Service, ready: Callable[[], None] = lambda: None) -> S
         Route("/score", Endpoint(service, service.score), methods=["POST"]),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: elsewhere})
-
-
-def _host(given: str) -> str:
-    """Of a Host header, without the port."""
-    name = given.partition("]")[0].lstrip("[") if given.startswith("[") else given.partition(":")[0]
-    return name.lower().rstrip(".")
-
-
-def _numeric(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def _words(code: int, words: str, headers: Mapping[str, str] | None = None) -> Response:
-    return _json({"error": words}, code, headers)
-
-
-def _json(content: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    from starlette.responses import JSONResponse
-
-    return JSONResponse(content, status_code=code, headers=headers)
-
-
-def _streamed(
-    parts: Sequence[memoryview], headers: Mapping[str, str], media_type: str = "application/octet-stream"
-) -> Response:
-    """Handed over piece by piece, each when the one before is on its way: what a client has not read is not copied."""
-    from starlette.responses import StreamingResponse
-
-    async def pieces() -> AsyncIterator[memoryview]:
-        for part in parts:
-            for at in range(0, len(part), PIECE):
-                yield part[at : at + PIECE]
-
-    length = {"content-length": str(sum(map(len, parts)))}
-    return StreamingResponse(pieces(), headers={**headers, **length}, media_type=media_type)
