@@ -312,8 +312,34 @@ def _untrue_offsets(folder: Path, kind: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", ["file", "stream", "folder"])
 def test_arrow_that_points_outside_itself_is_a_sentence(tmp_path: Path, kind: str) -> None:
+    place: dict[str, Any] = _untrue_offsets(tmp_path, kind)
+    for more in ({}, {"streaming": True}) if kind == "folder" else ({},):
+        with pytest.raises(PotstillError, match=r"cannot be read: .*[Oo]ffset"):
+            texts(source(**place, **more))
+
+
+def test_a_saved_folder_is_read_alike_with_streaming(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "set"))
+    for shuffle in (False, True):
+        mapped, streamed = (
+            source(shuffle, dataset=str(tmp_path / "set"), streaming=streaming) for streaming in (False, True)
+        )
+        assert texts(streamed) == texts(mapped) and sorted(texts(mapped)) == sorted(TEXTS)
+        assert texts(streamed, 1, (0, 500)) == texts(mapped, 1)[500:]
+
+
+def test_batches_that_a_resume_leaves_out_are_not_read(tmp_path: Path) -> None:
+    offsets = pa.array([0, 1 << 30, 2], pa.int32()).buffers()[1]
+    untrue = pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ab"))
+    path = tmp_path / "a.arrow"
+    with pa.ipc.new_file(str(path), pa.schema({"text": pa.string()})) as writer:
+        for column in (untrue, pa.array(["c", "d"])):
+            writer.write_batch(pa.record_batch([column], names=["text"]))
+    assert texts(source(files=str(path)), start=(0, 2)) == ["c", "d"]
+    assert texts(source(files=str(path)), start=(0, 3)) == ["d"]
     with pytest.raises(PotstillError, match=r"cannot be read: .*[Oo]ffset"):
-        texts(source(**_untrue_offsets(tmp_path, kind)))
+        texts(source(files=str(path)), start=(0, 1))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "file-arrow", "stream-arrow"])

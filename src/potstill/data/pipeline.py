@@ -220,9 +220,8 @@ class Windows:
             rows = [rows[i] for i in random.permutation(len(rows))]
         else:
             rows.sort()
-        rows.sort(
-            key=lambda row: row[0] >= urgent
-        )  # what waited comes first, so that epochs meet in as few windows as can be
+        # What waited comes first, so that epochs meet in as few windows as can be.
+        rows.sort(key=lambda row: row[0] >= urgent)
         return [[pool[i] for i in row] for row in rows], [pool[i] for i in left]
 
     def _bucketed(

@@ -27,7 +27,7 @@ from potstill.types import PotstillError
 Record = dict[str, Any]
 Position = tuple[int, int]
 
-ROWS_AT_ONCE = 256  # turned into Python objects together; of a columnar file no more than this is held
+ROWS_AT_ONCE = 256  # turned into Python objects together
 
 
 def generator(seed: int, *words: int) -> np.random.Generator:
@@ -64,6 +64,8 @@ class Source:
         self._unchecked: _Unchecked | None = None
         self._dataset_fingerprint = ""
         self._paths = _paths(config.files, key) if config.files is not None else []
+        # A saved folder is here already, and has to be checked before it is read: see _Unchecked.
+        self._streams = config.streaming and not (config.dataset is not None and _is_saved(_folder(config)))
 
     def records(self, epoch: int, start: Position = (0, 0)) -> Iterator[tuple[Record, str, Position]]:
         """The records of `epoch` from `start` on: each with where it is (for messages) and its own position."""
@@ -129,12 +131,12 @@ class Source:
     def _opened(self, name: str) -> Any:
         if self._dataset is None:
             dataset = _load_dataset(self.config, self.key)
-            if not self.config.streaming:
+            if not self._streams:
                 self._dataset_fingerprint = dataset._fingerprint  # of all columns, before some are chosen
             if dataset.column_names is not None:
                 self.check_columns(dataset.column_names, f"the data set {name}")
                 dataset = dataset.select_columns(list(self.columns))
-            if not self.config.streaming and _is_saved(_folder(self.config)):
+            if _is_saved(_folder(self.config)):
                 self._unchecked = _Unchecked(dataset)
             self._dataset = dataset
         return self._dataset
@@ -151,7 +153,7 @@ class Source:
 
     def _from_dataset(self, name: str, epoch: int, start: int) -> Iterator[tuple[int, Record, str]]:
         dataset = self._opened(name)
-        if self.config.streaming:
+        if self._streams:
             rows = dataset.shuffle(seed=_word(self.seed, epoch), buffer_size=1) if self.shuffle else dataset
             for number, record in enumerate(rows.skip(start) if start else rows, start):
                 where = f"{name}, record {number + 1}"
@@ -329,7 +331,7 @@ def _read_parquet(path: str, skip: int, columns: list[str], source: Source) -> I
 
 
 def _read_arrow(path: str, skip: int, columns: list[str], source: Source) -> Iterator[tuple[int, Record, str]]:
-    with pa.OSFile(path) as file:  # not mapped: a file that is cut while it is read would end the process
+    with pa.memory_map(path) as file:  # a batch may be as large as the file: it is not held, but paged in and out
         try:
             reader: Any = pa.ipc.open_file(file)
             batches: Iterator[pa.RecordBatch] = (reader.get_batch(i) for i in range(reader.num_record_batches))
@@ -344,6 +346,9 @@ def _read_arrow(path: str, skip: int, columns: list[str], source: Source) -> Ite
 def _rows(batches: Iterator[pa.RecordBatch], first: int, skip: int, path: str) -> Iterator[tuple[int, Record, str]]:
     """The rows of columnar batches, the first of them numbered `first`, without those before number `skip`."""
     for batch in batches:
+        if first + batch.num_rows <= skip:  # a resume does not read what it leaves out
+            first += batch.num_rows
+            continue
         # Arrow believes the offsets in a file: wrong ones would read other memory, or end the process.
         batch.validate(full=True)
         for begin in range(max(0, skip - first), batch.num_rows, ROWS_AT_ONCE):
@@ -393,6 +398,4 @@ def _load_dataset(config: SourceConfig, key: str) -> Any:
         if config.split not in loaded:
             raise PotstillError(f"{key}.split: {path} has no split {config.split} (there: {', '.join(loaded)})")
         loaded = loaded[config.split]
-    if config.streaming and isinstance(loaded, datasets.Dataset):
-        loaded = loaded.to_iterable_dataset()
     return loaded

@@ -52,9 +52,8 @@ def loading(name: str, where: str, what: str) -> Iterator[None]:
     except Exception as error:
         raise _cannot_load(name, where, what, error) from error
     except BaseException as error:
-        if (
-            type(error).__name__ != "PanicException"
-        ):  # what a library in Rust raises; it has no name that can be imported
+        # What a library in Rust raises; it has no name that can be imported.
+        if type(error).__name__ != "PanicException":
             raise
         raise _cannot_load(name, where, what, error) from error
 
