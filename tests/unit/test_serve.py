@@ -515,7 +515,7 @@ def headed(about: dict[str, str] | None = None, **tensors: Any) -> Any:
 RIGHT = torch.zeros(2048, 32)
 HEADS = [
     (lambda body, h: (b"no", h), "its head is wrong: it is no safetensors body"),
-    (lambda body, h: (body + bytes(2**22), h), "its answer to GET /head would be"),
+    (lambda body, h: (body + bytes(2**23), h), "its answer to GET /head would be"),
     (lambda body, h: (b"\xff" * 8 + body, h), "no safetensors body"),
     (headed(weight=None), "its head is wrong: it has nothing where weight, and perhaps bias, were expected"),
     (headed(extra=torch.zeros(3)), "it has extra, weight where"),
