@@ -166,7 +166,9 @@ def evaluate(
 @app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="Model folder, shipped:NAME or hub id.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0: all of this machine's; ::, with IPv6.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0: any that is free.", min=0, max=65535)] = 8471,
     token_env: Annotated[
         str | None, typer.Option(help="Environment variable with the bearer token that clients must send.")
@@ -191,8 +193,8 @@ def serve(
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name by which clients reach it, besides localhost, numeric addresses, --host and this machine's own name; "
-            "may be repeated; *: any. Others get 421: a web page could have its name resolve to this machine."
+            help="Without --token-env: a name by which clients reach it, besides localhost, numeric addresses, --host and this "
+            "machine's own name; may be repeated; *: any. Others get 421: a web page could have its name resolve here."
         ),
     ] = None,
     batch_tokens: BatchTokens = None,

@@ -158,6 +158,19 @@ def test_answers_that_end_a_run(monkeypatch: pytest.MonkeyPatch, answer: bytes, 
         made.close()
 
 
+def test_a_compressed_error_page_is_waited_out() -> None:
+    """As a proxy sends one while the server behind it starts."""
+    page = compress(b"<h1>Bad Gateway</h1>")
+    away = b"HTTP/1.1 502 Bad Gateway\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(page) + page
+    answers = iter([away, b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"])
+    said: list[str] = []
+    with saying(lambda: [next(answers)]) as (address, _):
+        made = connection(address, said)
+        assert made.get("/version").content == b"ok"
+        made.close()
+    assert "it fails (502): it gives no reason" in said[0]
+
+
 # Servers that would hold a run, or fill its memory
 
 OK = b"HTTP/1.1 200 OK\r\n"

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import struct
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,7 @@ from potstill.teachers.held import Busy
 from potstill.teachers.origin import format_of, identity_of_model, signal_of_examples
 from potstill.teachers.remote import open_server
 from potstill.teachers.scorer import Job, Scorer
-from potstill.teachers.serve_options import ServeOptions
+from potstill.teachers.serve_options import ServeOptions, listen
 from potstill.teachers.server import Service, application
 from potstill.teachers.several import open_teachers
 from potstill.teachers.wire import Question, check_signal, read_answer, read_question, write_question
@@ -93,6 +94,12 @@ def test_health_version_and_token(served, teacher):
     assert (version["vocabulary"], version["width"], version["positions"]) == (2048, 32, 100)
     assert version["dtype"] == "float32" and version["potstill"] == potstill.__version__
     assert re.match(rf"ready: {served.address} serves .*weights {identity.weights[:12]}", served.said[0])
+
+
+def test_with_a_token_it_answers_to_any_name(served):
+    found = httpx.get(f"{served.address}/version", headers={**AUTH, "host": "teacher.example"})
+    assert found.status_code == 200
+    assert httpx.get(f"{served.address}/version", headers={"host": "teacher.example"}).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -379,6 +386,33 @@ def test_a_tokenizer_with_several_chat_templates(tmp_path):
         assert origin.tokenizer.chat_template == loaded.tokenizer.chat_template
         origin.close()
     scorer.close()
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "head"])
+def test_what_could_not_be_made_is_made_when_it_can_be(teacher, tmp_path, monkeypatch, what):
+    scorer = Scorer(teacher, 1024)
+    service = Service(scorer, identity_of_model(teacher, "t"), None, ServeOptions("", 0, None, 8.0, None, None))
+    with Threaded(application(service)) as server:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no-such-folder"))
+        failed = httpx.get(f"{server.address}/{what}")
+        assert failed.status_code == 503 and failed.headers["retry-after"] == "1"
+        assert f"the {what} cannot be written to a temporary file" in failed.json()["error"]
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        assert httpx.get(f"{server.address}/{what}").status_code == 200
+    scorer.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_it_listens_on_either_kind_of_address(host):
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    with listen(host, 0) as listening:
+        there = "::1" if host == "::1" else "127.0.0.1"
+        with socket.create_connection((there, listening.getsockname()[1]), timeout=60) as made:
+            one, _ = listening.accept()
+            one.sendall(b"here")
+            assert made.recv(4) == b"here"
+            one.close()
 
 
 @pytest.mark.parametrize("token", ["open sesame", "öffne dich"])

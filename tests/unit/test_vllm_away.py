@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,29 @@ def test_a_server_that_makes_its_text_up(
         connect(student, f"{address}/v1/", tmp_path)
     assert asked[:3] == ["/v1/models"] * 3
     assert {"/collective_rpc", "/reset_prefix_cache"} <= set(asked)
+
+
+def test_an_error_does_not_wait_for_the_texts_under_way(
+    student: LanguageModel, tmp_path: Path, serve: Callable[[Answer], str]
+) -> None:
+    """The first text is never written, and the second is refused."""
+    waiting, over = threading.Event(), threading.Event()
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path != "/v1/completions" or asks_for_an_id(path, body):
+            return look(path, body)
+        if body["seed"] == 0:
+            waiting.set()
+            over.wait(600)
+        waiting.wait(600)
+        return 400, {"error": {"message": "enough"}}
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            error = pool.submit(connect, student, serve(answer), tmp_path).exception(timeout=120)
+        finally:
+            over.set()
+    assert isinstance(error, PotstillError) and "is refused (400): enough" in str(error)
 
 
 @pytest.mark.parametrize("said", [{"vllm_config": "--model m"}, {"config": {}}, [1, 2]])

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from potstill.rollouts.engine import Ask, Written
 from potstill.rollouts.sync_check import TOLERANCE, SyncCheck
 from potstill.rollouts.vllm_requests import check_lengths, read_text, request, written
 from potstill.rollouts.vllm_weights import save_weights
+from potstill.teachers.asking import Asking
 from potstill.teachers.connection import SMALL, Connection
 from potstill.teachers.openai import ENTRY
 
@@ -129,13 +130,19 @@ class Server:
                 raise self._connection.error(f"its answer to /v1/completions is not understood ({error})") from error
             return written(ids, logprobs, choice.get("finish_reason"), sampling, stop_ids)
 
-        with ThreadPoolExecutor(min(AT_ONCE, len(asked)), "vllm") as pool:
-            futures = [pool.submit(one, ask) for ask in asked]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        asking = Asking(AT_ONCE, lambda: self._connection.error("the run has ended"))
+        try:
+            futures = [asking.submit(one, ask) for ask in asked]
+            wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future.done():
+                    future.result()
+            return [future.result() for future in futures]
+        except BaseException:  # also Ctrl-C; nobody waits for the other texts
+            self._connection.close()
+            raise
+        finally:
+            asking.close()
 
     def update(self, version: int) -> None:
         self._take(version, self.version)

@@ -231,9 +231,11 @@ class Connection:
 def _read(response: httpcore.Response, most: int) -> Answer:
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers}
     encoding = headers.get("content-encoding", "identity")
-    if encoding.strip().lower() != "identity":
-        raise Unreadable(f"is compressed ({encoding[:40]}), which it was asked not to do")
     good = 200 <= response.status < 300
+    if encoding.strip().lower() != "identity":
+        if not good:  # a proxy's words, perhaps: the status says enough
+            return Answer(response.status, headers, b"")
+        raise Unreadable(f"is compressed ({encoding[:40]}), which it was asked not to do")
     length = headers.get("content-length", "0")
     if good and length.isdecimal() and int(length[:20]) > most:
         raise Unreadable(f"would be {int(length[:20]):,} bytes, and what was asked for has {most:,} at most")

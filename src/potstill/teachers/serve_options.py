@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,13 @@ def check_limits(options: ServeOptions) -> None:
                 f"--max-connections {options.max_connections}: a process may have {hard} files open here (ulimit -n): give "
                 f"{max(1, hard - OTHER_FILES)} or fewer"
             ) from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """On IPv4 where a name has both, as its clients expect."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return socket.create_server(address, family=family, backlog=256)
 
 
 def token_of(variable: str | None) -> str | None:

@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 
 from potstill.config import TeacherConfig
 from potstill.extras import lacking
@@ -30,7 +31,7 @@ from potstill.teachers.codec import Signal
 from potstill.teachers.held import Budget, Busy, Clients, Hold
 from potstill.teachers.origin import Identity, identity_of_model, save_head
 from potstill.teachers.scorer import BUCKETS, Job, Scorer, TooLarge, check_question
-from potstill.teachers.serve_options import JSON, READING, ServeOptions, check_limits, token_of
+from potstill.teachers.serve_options import JSON, READING, ServeOptions, check_limits, listen, token_of
 from potstill.teachers.wire import (
     HEADER_BYTES,
     HEADERS,
@@ -76,7 +77,7 @@ def serve(
     device = pick_device(device_name)
     teacher = load_teacher(checked(TeacherConfig, keys, "MODEL"), device, "MODEL", "MODEL")
     try:
-        listening = socket.create_server((options.host, options.port), backlog=256)
+        listening = listen(options.host, options.port)
     except OSError as error:
         raise PotstillError(f"cannot listen on {options.host}:{options.port} ({error.strerror or error})") from error
     batch_tokens = options.batch_tokens or (4096 if device.type == "cpu" else 16384)
@@ -130,17 +131,17 @@ class Service:
         self._bytes: Counter[str] = Counter()
 
     def refused(self, request: Request) -> Response | None:
-        """The answer to who has not the token, or came under a name that is none of this server's: a page in somebody's browser
-        may be made to reach it so (DNS rebinding)."""
-        name = host_of(request.headers.get("host", ""))
-        if name not in self._hosts and "*" not in self._hosts and not numeric(name):
+        """The answer to who has not the token; without one, to who came under a name that is none of this server's: a page in
+        somebody's browser may be made to reach it so (DNS rebinding), but has no token."""
+        if self._token is None:
+            name = host_of(request.headers.get("host", ""))
+            if name in self._hosts or "*" in self._hosts or numeric(name):
+                return None
             return words(
                 421,
                 f"this server does not answer to the name {name[:100]!r}: use its numeric address, or start it with "
-                "--allowed-host and that name",
+                "--allowed-host and that name, or with --token-env",
             )
-        if self._token is None:
-            return None
         given = request.headers.get("authorization", "")
         if hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             return None
@@ -175,13 +176,26 @@ class Service:
         )
 
     async def tokenizer(self, request: Request, hold: Hold) -> Response:
-        content = await self._once("tokenizer", self._tokenizer_files)
-        return streamed([memoryview(content)], {}, "application/json")
+        return await self._once("tokenizer", self._tokenizer_files, {}, "application/json")
 
-    async def _once(self, name: str, make: Callable[[], bytes | mmap.mmap]) -> Any:
+    async def _once(
+        self, name: str, make: Callable[[], bytes | mmap.mmap], headers: Mapping[str, str], media_type: str
+    ) -> Response:
         if name not in self._made:
+
+            def forget(made: asyncio.Future[Any]) -> None:
+                if made.cancelled() or made.exception() is not None:  # a disk that was full may have room by now
+                    del self._made[name]
+
             self._made[name] = asyncio.ensure_future(asyncio.to_thread(make))
-        return await asyncio.shield(self._made[name])
+            self._made[name].add_done_callback(forget)
+        try:
+            content = await asyncio.shield(self._made[name])
+        except PotstillError as error:
+            return words(422, str(error))
+        except (OSError, SafetensorError) as error:
+            return words(503, f"the {name} cannot be written to a temporary file ({error})", {"retry-after": "1"})
+        return streamed([memoryview(content)], headers, media_type)
 
     def _tokenizer_files(self) -> bytes:
         tokenizer = self.scorer.teacher.tokenizer
@@ -194,11 +208,7 @@ class Service:
         return json.dumps(files).encode()
 
     async def head(self, request: Request, hold: Hold) -> Response:
-        try:
-            content = await self._once("head", self._head)
-        except PotstillError as error:
-            return words(422, str(error))
-        return streamed([memoryview(content)], self.headers())
+        return await self._once("head", self._head, self.headers(), "application/octet-stream")
 
     def _head(self) -> mmap.mmap:
         """As a file that is not in memory and has no name: it may be as large as all answers together."""
