@@ -8,9 +8,9 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from potstill.types import PotstillError
 
@@ -35,17 +35,38 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
+    with new_file(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to fill. It appears at `path` only when the block ends without an error."""
     beside = path.with_name(f"{UNFINISHED}{os.getpid()}-{path.name}")  # two processes may write the same
     try:
         beside.unlink(missing_ok=True)
         with open(beside, "xb") as file:  # never through a link that stands there
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
         _sync(path.parent)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        raise could_not_write(path, error) from error
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def open_log(path: Path) -> TextIO:
+    """A file to add lines to; through no link, which may lead out of its folder."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    try:
+        return open(path, "a", encoding="utf-8", buffering=1, opener=opener)
+    except OSError as error:
         raise could_not_write(path, error) from error
 
 
@@ -92,6 +113,7 @@ def refusal(folder: Path) -> OSError | None:
 def damage(folder: Path) -> str | None:
     """What is wrong with a folder that `new_folder` made, or None."""
     try:
+        _refuse_links(folder)
         expected: dict[str, Any] = json.loads((folder / MANIFEST).read_text())["files"]
         found = _checksums(folder, sync=False)
     except FileNotFoundError:
@@ -103,6 +125,17 @@ def damage(folder: Path) -> str | None:
             f"cannot read {folder} ({error.strerror or error}): nothing was changed; try again"
         ) from error
     return _difference(expected, found)
+
+
+def _refuse_links(folder: Path) -> None:
+    """Who loads a folder reads whatever is in it, also what has no checksum. Another folder of the same kind would not do: that
+    something was put there is for its user to know."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise PotstillError(
+                f"{path} is a link, and may lead out of {folder}: copy that with its links followed (cp -rL), if you trust "
+                "where they lead"
+            )
 
 
 def checksums_differ(folder: Path, expected: Mapping[str, Any]) -> str | None:

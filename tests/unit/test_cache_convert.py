@@ -509,7 +509,9 @@ def test_what_does_not_come_back_from_its_text_is_left_out_and_counted(teacher, 
     cut = ("", made[1][1][:-2], *(x[:-2] for x in made[1][2:]))  # no eos: one is put there, with the last entries
     file = write_parquet(tmp_path / "a.parquet", [*made, odd, cut], [one[3] for one in [*made, odd, cut]])
     keys = {"layout": "parquet", "tokenizer": str(tiny_teacher), "teacher_name": "big", "values": "logits"}
+    (tmp_path / ".unfinished-t.jsonl").symlink_to(tmp_path / "outside")  # as a stranger's data may hold one
     found = import_cache([file], tmp_path / "cache", texts=tmp_path / "t.jsonl", **keys)
+    assert not (tmp_path / "outside").exists() and not (tmp_path / "t.jsonl").is_symlink()
     assert found.left_out == {"text": 1, "twice": 1} and found.documents == 4
     cache = Cache(tmp_path / "cache")
     for line in (tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines():

@@ -27,6 +27,7 @@ from potstill.teachers.convert import convert_cache
 from potstill.teachers.inspect import verify
 from potstill.teachers.manifest import identity_of, part, read_manifest
 from potstill.teachers.shard import open_shard
+from potstill.teachers.shelf import load_head
 from potstill.teachers.store import Cache, shard_names
 from potstill.types import PotstillError
 
@@ -179,6 +180,19 @@ def test_a_lock_that_is_a_link_makes_no_file_elsewhere(actions, made, tmp_path):
     with pytest.raises(PotstillError, match=r"could not write|is a link"):
         actions["build"](stranger)
     assert stranger.seen() == stranger.before
+
+
+def test_a_head_is_read_from_the_cache_alone_and_has_a_checksum(teacher, data, tmp_path):
+    cache, outside = tmp_path / "cache", tmp_path / "head"
+    build(teacher, StoreConfig(kind="hidden"), DataConfig.model_validate(data), cache, name="tiny")
+    (cache / "head.safetensors").rename(outside)
+    (cache / "head.safetensors").symlink_to(outside)
+    with pytest.raises(PotstillError, match=r"head\.safetensors is a link"):
+        load_head(cache)
+    manifest = json.loads((cache / MANIFEST).read_text())
+    (cache / MANIFEST).write_text(json.dumps({**manifest, "files": {}}))
+    with pytest.raises(PotstillError, match=r"has no checksum of head\.safetensors"):
+        Cache(cache).check_files()
 
 
 def test_names_that_a_writer_gives(tmp_path):

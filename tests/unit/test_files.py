@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from potstill import files
-from potstill.files import json_lines, model_damage, new_folder, point, remove_folder, remove_unfinished
+from potstill.files import (
+    damage,
+    json_lines,
+    model_damage,
+    new_file,
+    new_folder,
+    open_log,
+    point,
+    remove_folder,
+    remove_unfinished,
+)
+from potstill.text.tokens import write_arrays
+from potstill.training.metrics import keep_until
+from potstill.types import PotstillError
 
 
 def test_a_new_folder_is_synced_with_all_that_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,3 +127,49 @@ def test_a_manifest_of_a_checkpoint_that_cannot_be_read_is_damage(checkpoint: Pa
     assert model_damage(checkpoint / "model") == f"{checkpoint / 'manifest.json'} cannot be read"
     (checkpoint / "manifest.json").unlink()  # a model that was copied out has none
     assert model_damage(checkpoint / "model") is None
+
+
+def test_a_checkpoint_with_a_link_in_it_is_refused_and_a_copy_that_followed_it_is_not(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    assert damage(checkpoint) is None
+    weights, outside = checkpoint / "model" / "model.safetensors", tmp_path / "outside"
+    weights.rename(outside)
+    weights.symlink_to(outside)
+    assert model_damage(checkpoint / "model") is None  # as the cache of the hub has models
+    with pytest.raises(PotstillError, match=r"model/model\.safetensors is a link, and may lead out of .*cp -rL"):
+        damage(checkpoint)
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    assert damage(tmp_path / "copy") is None
+    (tmp_path / "copy" / "model" / "added_tokens.json").symlink_to(outside)  # of no checksum, but it would be read
+    with pytest.raises(PotstillError, match=r"model/added_tokens\.json is a link"):
+        damage(tmp_path / "copy")
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "a.safetensors"
+    victim.write_text("mine")
+    left = tmp_path / f".unfinished-{os.getpid()}-a.safetensors"
+    left.symlink_to(victim)
+    write_arrays(path, {"a": np.zeros(3)}, {})
+    assert victim.read_text() == "mine" and not path.is_symlink() and not left.is_symlink()
+    with pytest.raises(ValueError, match="in the middle"), new_file(path) as file:
+        file.write(b"half")
+        raise ValueError("in the middle")
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "victim"] and path.stat().st_size > 50
+
+
+def test_logs_that_are_links_are_refused(tmp_path: Path) -> None:
+    log, target = tmp_path / "metrics.jsonl", tmp_path / "not-yet"
+    log.symlink_to(target)
+    for what in (lambda: keep_until(log, 0, print), lambda: open_log(log)):
+        with pytest.raises(PotstillError, match=r"metrics\.jsonl is a link|could not write .*metrics\.jsonl"):
+            what()
+    log.unlink()
+    (tmp_path / "metrics.jsonl.damaged").symlink_to(target)
+    with pytest.raises(PotstillError, match=r"metrics\.jsonl\.damaged is a link"):
+        keep_until(log, 0, print)
+    assert not target.exists()
+    with open_log(log) as file:
+        file.write("a line\n")
+    assert log.read_text() == "a line\n"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from potstill.data import Piece
 from potstill.data.examples import text_key
-from potstill.files import UNFINISHED, could_not_write
+from potstill.files import could_not_write, new_file
 from potstill.models import load_tokenizer
 from potstill.teachers.codec import LARGEST_VOCABULARY, STEPS_PER_NAT, Format, encode, to_bytes, wrong_ids
 from potstill.teachers.foreign import Record, maxtext_records, parquet_records
@@ -140,16 +140,16 @@ def _lines(path: Path | None) -> Iterator[Callable[[str], None]]:
     if path is None:
         yield lambda text: None
         return
-    beside = path.with_name(f"{UNFINISHED}{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "w", encoding="utf-8") as file:
-            yield lambda text: print(json.dumps({"text": text}, ensure_ascii=False), file=file)
-        beside.replace(path)
     except OSError as error:
         raise could_not_write(path, error) from error
-    finally:
-        beside.unlink(missing_ok=True)
+    with new_file(path) as file:
+
+        def write(text: str) -> None:
+            file.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
+
+        yield write
 
 
 def _start(out: Path, words: _Words, kind: _Kind, layout: str, teacher_name: str) -> Writer:

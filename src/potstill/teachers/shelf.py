@@ -18,7 +18,7 @@ from potstill.models import load_tokenizer
 from potstill.teachers.build import BATCH_TOKENS, Scribe
 from potstill.teachers.codec import Document, Format, blank, from_bytes
 from potstill.teachers.inspect import coverage
-from potstill.teachers.manifest import HEAD, tokenizer_of
+from potstill.teachers.manifest import HEAD, part, tokenizer_of
 from potstill.teachers.origin import read_head
 from potstill.teachers.reading import piece_of
 from potstill.teachers.scored import Documents
@@ -198,7 +198,7 @@ class Shelf:
 
 
 def load_head(folder: Path, width: int | None = None) -> DenseTarget:
-    path = folder / HEAD
+    path = part(folder, HEAD)
     try:
         with safetensors.safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -37,6 +37,7 @@ from potstill.files import (
 from potstill.teachers.codec import Document
 from potstill.teachers.manifest import (
     FORMAT,
+    HEAD,
     VERSION,
     check_manifest,
     form_of,
@@ -216,6 +217,8 @@ def beside_differs(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     for name in manifest["files"]:
         part(folder, name)
     tokenizer_of(folder)
+    if manifest["kind"] == "hidden" and HEAD not in manifest["files"]:
+        return f"its {MANIFEST} has no checksum of {HEAD}"
     return checksums_differ(folder, manifest["files"])
 
 

@@ -22,7 +22,7 @@ import safetensors
 import safetensors.numpy
 import tokenizers
 
-from potstill.files import UNFINISHED, could_not_write
+from potstill.files import write_bytes
 from potstill.text.decoding import Prefix, decode_tokens, keeps_text, prefix_of
 from potstill.text.roles import roles_of
 from potstill.types import PotstillError
@@ -189,13 +189,7 @@ def gather(
 
 def write_arrays(path: Path, arrays: Arrays, metadata: dict[str, str]) -> None:
     """A safetensors file that is never half there."""
-    beside = path.with_name(f"{UNFINISHED}{os.getpid()}-{path.name}")
-    try:
-        beside.write_bytes(safetensors.numpy.save(arrays, metadata))
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise could_not_write(path, error) from error
+    write_bytes(path, safetensors.numpy.save(arrays, metadata))
 
 
 def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:

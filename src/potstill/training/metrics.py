@@ -21,8 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from potstill.config import Recipe
 from potstill.data import lost_in
 from potstill.extras import lacking
-from potstill.files import could_not_write, json_lines, write_bytes
+from potstill.files import could_not_write, json_lines, open_log, write_bytes
 from potstill.training.run import Callback, Run
+from potstill.types import PotstillError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -67,8 +68,8 @@ class JsonLines(Callback):
     def started(self, run: Run) -> None:
         for name in (METRICS, EVALS):
             keep_until(run.folder / name, run.step, self._warn)
-        self._metrics = open(run.folder / METRICS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._evals = open(run.folder / EVALS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._metrics = open_log(run.folder / METRICS)
+        self._evals = open_log(run.folder / EVALS)
 
     def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
         self._write(self._metrics, metrics)
@@ -91,11 +92,16 @@ class JsonLines(Callback):
 def keep_until(path: Path, step: int, warn: Warn) -> None:
     """Drop lines of steps that will be taken again after a resume. Lines that cannot be read are set aside, and so are those of
     an attempt that had no checkpoint yet."""
+    damaged = path.with_name(f"{path.name}.damaged")
+    for log in (path, damaged):
+        if log.is_symlink():
+            raise PotstillError(
+                f"{log} is a link, and may lead out of the run: remove it, or put a copy of the file in its place"
+            )
     if not path.exists():
         return
     lines = list(json_lines(path))
     if bad := [number for number, (_, record) in enumerate(lines, 1) if record is None]:
-        damaged = path.with_name(f"{path.name}.damaged")
         before = damaged.read_bytes() if damaged.exists() else b""
         write_bytes(damaged, before + b"".join(_ended(lines[number - 1][0]) for number in bad))
         which = f"line {bad[0]} is" if len(bad) == 1 else f"{len(bad)} lines, from line {bad[0]} on, are"
