@@ -10,7 +10,8 @@ from typing import Any
 from potstill.types import PotstillError
 
 MOST_CHARACTERS = 100_000  # that references may bring in: they can double one another
-BEGIN = re.compile(r"(\\*)\$\{")
+BEGIN = re.compile(r"(?<!\\)(\\*)\$\{")  # from the first backslash on: else every one of many would be a beginning
+DEEPEST = 100  # references that lead to references
 ADVICE = "only other keys of it can be referred to, as in ${train.steps}; write \\${ for a ${ that means itself"
 PATH = re.compile(r"[^\W\d]\w*(?:\.[\w-]+|\[\d+\])*")
 
@@ -70,6 +71,10 @@ class _Resolver:
     def _referred(self, name: str, where: str) -> Any:
         if name in self._under_way:
             raise PotstillError(f"{where}: ${{{name}}} refers to itself, by way of {', '.join(self._under_way)}")
+        if len(self._under_way) >= DEEPEST:
+            raise PotstillError(
+                f"{where}: ${{{name}}} is reached by more than {DEEPEST} references, one after the other"
+            )
         node = self._keys
         for part in re.split(r"[.\[]", name.replace("]", "")):
             place: Any = int(part) if isinstance(node, list) and part.isdecimal() else part

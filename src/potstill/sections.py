@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import unquote
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -15,11 +16,18 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
 def _without_password(address: str) -> str:
     """Messages name addresses, and a run's files and reports keep them: what is not in one need not be hidden anywhere."""
-    place = re.split(r"[/?#\\]", address.partition("://")[2] or address)[0]
-    if ":" in place.rpartition("@")[0]:
+    rest = re.sub(r"^https?://", "", address, flags=re.IGNORECASE)
+    # Wherever it stands, for an address with a slip in it is read in another way than it was meant: an @ in a path is %40.
+    before, _, host = rest.rpartition("@")
+    if ":" in unquote(before) or "@" in unquote(re.split(r"[/?#\\]", host)[0]):
         raise ValueError(
             "an address holds no password, which a run's files would keep: write http://USER@HOST:PORT, and name the "
             "environment variable that holds the password with remote.token"
+        )
+    if "?" in rest or "#" in rest:
+        raise ValueError(
+            "an address ends with its path, for a run's files would keep what follows a ? or #: write http://HOST:PORT, and "
+            "name the environment variable that holds the server's token with remote.token"
         )
     return address
 

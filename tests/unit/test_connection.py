@@ -3,6 +3,8 @@ sockets that say one thing."""
 
 from __future__ import annotations
 
+import base64
+import json
 import socket
 import subprocess
 import sys
@@ -275,11 +277,40 @@ def test_a_password_in_an_address_is_refused_and_not_shown() -> None:
         (TeacherConfig, {"server": "http://me:hunter2@host:8471"}),
         (TeacherConfig, {"server": "me:hunter2@host"}),
         (EngineConfig, {"kind": "vllm", "server": "https://me:hunter2@host/v1"}),
+        (TeacherConfig, {"server": "http://me:hun/ter2@host"}),
+        (TeacherConfig, {"server": "https//me:hunter2@host"}),
+        (TeacherConfig, {"server": "http:/me:hunter2@host"}),
+        (TeacherConfig, {"server": "http://me%3Ahunter2@host"}),
+        (TeacherConfig, {"server": "http://me%3ahunter2%40host"}),
     ):
         with pytest.raises(PotstillError, match=r"server: an address holds no password.*remote\.token") as error:
             checked(section, keys, "recipe.yaml")
+        assert "ter2" not in str(error.value)
+    for address in ("http://host/?key=hunter2", "http://host/v1#hunter2"):
+        with pytest.raises(PotstillError, match=r"server: an address ends with its path.*remote\.token") as error:
+            checked(TeacherConfig, {"server": address}, "recipe.yaml")
         assert "hunter2" not in str(error.value)
-    assert TeacherConfig(server="http://[::1]:80/a@b:c").server == "http://[::1]:80/a@b:c"  # there it is a path
+    for address in ("http://me:hunter2", "me:hunter2", "http://[hunter2", "http://hunter2\u2100:80", "http://"):
+        with pytest.raises(PotstillError, match="is no address") as error:
+            connection(address)
+        assert "hunter2" not in str(error.value)
+    for address in ("http://[::1]:80/a%40b:c", "https://me@host:8471/v1", "http://a@b@host"):
+        assert TeacherConfig(server=address).server == address
+
+
+def test_no_spelling_of_a_secret_is_shown_however_the_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_TOKEN", 'open"sesame')
+    pair = base64.b64encode(b'me:open"sesame').decode()
+    cut = "x" * 490
+    for words in (f"you sent Basic {pair}", json.dumps({"detail": {"got": 'open"sesame'}}), f'{cut} open"sesame'):
+        body = words.encode()
+        head = b"HTTP/1.1 403 Forbidden\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n"
+        with saying(head + body) as (address, _):
+            made = connection(address.replace("//", "//me@"), token="A_TOKEN")
+            with pytest.raises(PotstillError, match=r"is refused \(403\): .*\*\*\*") as error:
+                made.get("/version")
+            made.close()
+        assert pair not in str(error.value) and "sesame" not in str(error.value) and 'open"' not in str(error.value)
 
 
 def test_a_users_password_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,6 +328,10 @@ def test_nothing_but_a_key_is_referred_to(tmp_path: Path, monkeypatch: pytest.Mo
             {"student": {"config": {f"k{i}": f"${{student.config.k{i + 1}}}" * 2 for i in range(40)} | {"k40": ""}}},
             "references bring in more than 100,000 characters",
         ),
+        (
+            {"student": {"config": {f"k{i}": f"${{student.config.k{i + 1}}}" for i in range(600)} | {"k600": 1}}},
+            "is reached by more than 100 references, one after the other",
+        ),
     ],
 )
 def test_references_that_lead_nowhere(tmp_path: Path, keys: dict[str, Any], words: str) -> None:
@@ -527,3 +531,10 @@ def test_nothing_to_learn_from_is_refused():
         load_recipe({**keys, "loss": {"ce_weight": 0}})
     with pytest.raises(PotstillError, match=r"loss\.kd_weight is 0 and loss\.ce_weight is 0: nothing to learn from"):
         load_recipe({**keys, "teachers": [{"model": "y"}], "loss": {"kd_weight": 0}})
+
+
+def test_many_backslashes_before_no_reference_take_no_more_time_than_they_have_length() -> None:
+    many = "\\" * 500_000  # minutes, were each of them tried as a beginning
+    assert resolved({"run": f"{many} ${{log}}", "log": "x"})["run"] == f"{many} x"
+    assert escaped(f"{many} ${{log}}") == f"{many} \\${{log}}"
+    assert resolved({"run": "\\\\\\\\${log}", "log": "x"})["run"] == "\\\\x"

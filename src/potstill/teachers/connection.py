@@ -82,6 +82,7 @@ class Connection:
             self.headers["authorization"] = f"Basic {pair}"
         elif self._secret is not None:
             self.headers["authorization"] = f"Bearer {self._secret}"
+        self._secrets = _spellings(self._secret, self.headers["authorization"]) if self._secret is not None else []
         self._sockets = Sockets()
         # As many connections as threads ask: nobody waits for one. httpcore itself knows no redirects, no compression, and no
         # proxies of the environment's.
@@ -146,7 +147,7 @@ class Connection:
                     return answer
                 if answer.status < 500 or answer.status in refusals:
                     raise self._refused(method, path, answer)
-                problem = f"it fails ({answer.status}): {words_of(answer)}"
+                problem = f"it fails ({answer.status}): {words_of(answer, self._plain)}"
             if self._closing.is_set():
                 raise self.error("the run has ended")
             waited = time.monotonic() - begin
@@ -175,9 +176,9 @@ class Connection:
 
     def _refused(self, method: str, path: str, answer: Answer) -> Refused:
         code, key = answer.status, _token_key(self.where)
-        what = f"{method} {path} is refused ({code}): {words_of(answer)}"
+        what = f"{method} {path} is refused ({code}): {words_of(answer, self._plain)}"
         if code < 400:
-            there = answer.headers.get("location", "nowhere")[:WORDS]
+            there = self._plain(answer.headers.get("location", "nowhere"))[:WORDS]
             what = f"{method} {path} is sent elsewhere ({code}), to {there}: give the address of the server itself"
         elif code == 401 and self._variable is None:
             what += f"; no token was sent: name the environment variable that holds it with {key}"
@@ -201,9 +202,10 @@ class Connection:
 
     def _plain(self, text: str) -> str:
         """For a terminal: much of it is in a server's words, which may hold control characters, or the token that it got."""
-        if self._secret is not None:
-            text = text.replace(self._secret, "***")
-        return plain(text)
+        text = plain(text)
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
 
     def _away(self, problem: str, patience: float) -> None:
         with self._lock:
@@ -251,16 +253,20 @@ def _read(response: httpcore.Response, most: int) -> Answer:
 
 
 def _parts(address: str, where: str) -> tuple[str, str | None]:
-    """The address as requests need it, and the user that it names."""
-    if not address.startswith(("http://", "https://")):
-        raise PotstillError(f"{where}.server: {plain(address)} is no address: write http://HOST:PORT")
+    """The address as requests need it, and the user that it names. One that is refused is not shown, nor what urllib says of
+    it: what it was meant to be is not known, and there may be a password in it."""
     try:
+        if not address.startswith(("http://", "https://")):
+            raise ValueError
         parts = urlsplit(address)
         host, port, user = (parts.hostname or "").encode("idna").decode(), parts.port, parts.username
         if not host or parts.query or parts.fragment:
-            raise ValueError("a host and a path are all that it can have")
-    except ValueError as error:
-        raise PotstillError(f"{where}.server: {plain(address)} is no address ({plain(str(error))})") from None
+            raise ValueError
+    except ValueError:
+        raise PotstillError(
+            f"{where}.server: what stands there is no address of a server: write http://HOST:PORT (or https://), with at most "
+            "a user before and a path after it"
+        ) from None
     place = (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")
     return f"{parts.scheme}://{place}{parts.path}", None if user is None else unquote(user)
 
@@ -294,8 +300,13 @@ def _token(variable: str, where: str) -> str:
     return token
 
 
-def words_of(answer: Answer) -> str:
-    """What a server says about an error, whatever it wraps it in."""
+def _spellings(secret: str, header: str) -> list[str]:
+    """How a server may give back a token: as in JSON, or as the header has it, also in base64. The longest first."""
+    return sorted({secret, json.dumps(secret)[1:-1], header.partition(" ")[2]}, key=len, reverse=True)
+
+
+def words_of(answer: Answer, plain: Callable[[str], str]) -> str:
+    """What a server says about an error, whatever it wraps it in; cut only when there is no secret left to be cut in two."""
     try:
         found = answer.json()
     except ValueError:
