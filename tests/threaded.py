@@ -23,11 +23,12 @@ from potstill.models import LanguageModel
 class Threaded:
     """An ASGI application that is served until the block ends."""
 
-    def __init__(self, application: Any, port: int = 0) -> None:
+    def __init__(self, application: Any, port: int = 0, **config: Any) -> None:
         self._socket = socket.create_server(("127.0.0.1", port))
         self.port = self._socket.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
-        self._server = uvicorn.Server(uvicorn.Config(application, log_level="critical", timeout_graceful_shutdown=1))
+        config = {"log_level": "critical", "timeout_graceful_shutdown": 1, **config}
+        self._server = uvicorn.Server(uvicorn.Config(application, **config))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
 

@@ -181,14 +181,19 @@ def serve(
     max_tokens: Annotated[int | None, typer.Option(help="Longest document; default: what the model reads.")] = None,
     max_answer_mb: Annotated[float, typer.Option(help="Largest answer.", min=0.001)] = 1024.0,
     max_memory_mb: Annotated[
-        float, typer.Option(help="Requests and answers held at once; whoever comes then gets 503.", min=0.001)
+        float,
+        typer.Option(
+            help="Requests and answers held at once; then slow clients make room, or one gets 503.", min=0.001
+        ),
     ] = 2048.0,
     max_connections: Annotated[
         int, typer.Option(help="Clients at once; the one that was silent longest makes room.", min=1)
     ] = 512,
     client_timeout: Annotated[
         float,
-        typer.Option(help="Seconds for sending a request, and for reading its answer, at 1 Mbit/s or less.", min=0.1),
+        typer.Option(
+            help="Seconds that a client may be behind 1 Mbit/s, as it sends a request or reads its answer.", min=0.1
+        ),
     ] = 30.0,
     allowed_host: Annotated[
         list[str] | None,

@@ -3,26 +3,35 @@ name that is not the server's: its memory stays within what was said, and whoeve
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from served import Served
-from tiny import examples
+from threaded import Threaded
+from tiny import CPU, examples
 
 from potstill.config import TeacherConfig
+from potstill.models import LanguageModel, load_teacher
+from potstill.teachers.answers import PIECE, streamed
 from potstill.teachers.codec import Format
+from potstill.teachers.guard import guarded
 from potstill.teachers.held import Budget, Busy, Hold
+from potstill.teachers.origin import identity_of_model
 from potstill.teachers.remote import open_server
+from potstill.teachers.scorer import Scorer
 from potstill.teachers.serve_options import ServeOptions
-from potstill.teachers.server import serve
+from potstill.teachers.server import Service, application, serve
 from potstill.teachers.wire import Question, read_answer, read_question, write_answer, write_question
 from potstill.types import PotstillError
 
@@ -55,7 +64,7 @@ def megabytes(server: Served, field: str) -> float:
     return int(re.search(rf"^{field}:\s+(\d+) kB", status, re.M)[1]) / 2**10  # type: ignore[index]
 
 
-def connected(server: Served) -> socket.socket:
+def connected(server: Served | Threaded) -> socket.socket:
     made = socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     return made
@@ -110,19 +119,19 @@ def test_memory_is_bounded_with_clients_that_do_not_read(server: Served) -> None
 
 
 def test_unfinished_bodies_count_and_end(server: Served) -> None:
-    """Each byte counts as it comes; whoever finds no room is told when to come back, and the others are disconnected."""
+    """Each byte counts as it comes; when somebody else needs room, the slowest makes it, and the others end in time."""
     half = bytes(4 * 2**20)
     with ExitStack() as stack:
         clients = [stack.enter_context(connected(server)) for _ in range(11)]
         for one in clients:
             one.sendall(posted(half, 2 * len(half)))
         until(lambda: metric(server, "held_bytes") == 11 * 4 * len(half))
-        full = CLIENT.post(f"{server.address}/score", content=bytes(7 * 2**20))
-        assert full.status_code == 503 and full.headers["retry-after"] == "1"
-        assert "of 192 MB are held already (--max-memory-mb)" in full.json()["error"]
+        body = write_question(Question(ALL, examples([100] * 20)))
+        until(lambda: CLIENT.post(f"{server.address}/score", content=body).status_code == 200)
         assert all(ended(one) for one in clients)
     until(lambda: metric(server, "held_bytes") == 0)
-    assert any("did not send its request in time (--client-timeout)" in line for line in server.said)
+    for words in ("did not send its request in time (--client-timeout)", "was slow when others needed its memory"):
+        assert any(words in line for line in server.said)
 
 
 def test_idle_connections_lock_nobody_out_and_are_not_logged_one_by_one(server: Served) -> None:
@@ -204,6 +213,142 @@ def test_limits_that_do_not_fit_together(tiny_teacher: Path) -> None:
         serve(str(tiny_teacher), options, dtype="auto", device_name="cpu", revision=None, trust_remote_code=False)
 
 
+# In this process, to see who was disconnected and why
+
+
+@contextmanager
+def guarding(teacher: LanguageModel, **limits: float) -> Iterator[tuple[Threaded, Service]]:
+    options = ServeOptions("127.0.0.1", 0, None, max_tokens=None, batch_tokens=None, **limits)  # type: ignore[arg-type]
+    scorer = Scorer(teacher, 4096, int(options.max_answer_mb * 2**20))
+    service = Service(scorer, identity_of_model(teacher, "t"), None, options)
+    with Threaded(application(service), http=guarded(service.clients)) as running:
+        yield running, service
+    scorer.close()
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny_teacher: Path) -> LanguageModel:
+    return load_teacher(TeacherConfig(model=str(tiny_teacher)), CPU, "t")
+
+
+def test_a_byte_now_and_then_keeps_nobody_out(teacher: LanguageModel) -> None:
+    """Eight bodies that lack their end hold all the memory there is, and each sends a byte whenever somebody else asks."""
+    size, length = int(3.74 * 2**20), 4 * 2**20
+    honest = write_question(Question(ALL, examples([100] * 2)))
+    with (
+        guarding(teacher, max_body_mb=4, max_answer_mb=4, max_memory_mb=120, client_timeout=600) as (server, service),
+        ExitStack() as stack,
+    ):
+        clients = [stack.enter_context(connected(server)) for _ in range(8)]
+        for one in clients:
+            one.sendall(posted(bytes(size), length))
+        until(lambda: service.budget.held == 8 * 4 * size)
+
+        def answered() -> bool:
+            for one in clients:
+                with suppress(OSError):
+                    one.send(b"x")
+            return CLIENT.post(f"{server.address}/score", content=honest).status_code == 200
+
+        until(answered)
+        assert service.clients.cut_off["memory"] == 1  # no more than it takes
+
+
+def test_answers_that_nobody_reads_keep_nobody_out(teacher: LanguageModel) -> None:
+    honest, slow = (write_question(Question(ALL, examples([100] * many))) for many in (5, 8))
+    with (
+        guarding(teacher, max_body_mb=1, max_answer_mb=16, max_memory_mb=32, client_timeout=600) as (server, service),
+        ExitStack() as stack,
+    ):
+        whole = CLIENT.post(f"{server.address}/score", content=slow).content
+        arrays = len(whole) - 8 - int.from_bytes(whole[:8], "little")
+        for _ in range(3):
+            stack.enter_context(connected(server)).sendall(posted(slow))
+        until(lambda: service.budget.held == 3 * arrays)  # the questions are let go of, and the headers
+        until(lambda: CLIENT.post(f"{server.address}/score", content=honest).status_code == 200)
+        assert service.clients.cut_off["memory"] == 1
+
+
+def test_sending_much_at_once_earns_no_time_for_later(teacher: LanguageModel) -> None:
+    """16 MB would be worth two minutes."""
+    with (
+        guarding(teacher, max_body_mb=64, max_answer_mb=1, max_memory_mb=400, client_timeout=2) as (server, service),
+        connected(server) as one,
+    ):
+        one.sendall(posted(bytes(16 * 2**20), 32 * 2**20))
+        one.settimeout(0.2)
+
+        def cut_off() -> bool:
+            try:
+                one.send(b"x")
+                return one.recv(1) == b""
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+
+        until(cut_off)
+        assert service.clients.cut_off["request"] == 1
+
+
+def test_without_room_one_is_told_when_to_come_back(teacher: LanguageModel) -> None:
+    body = write_question(Question(ALL, examples([100])))
+    with guarding(teacher, max_body_mb=1, max_answer_mb=4, max_memory_mb=8, client_timeout=600) as (server, service):
+        with Hold(service.budget) as hold:  # of one that is being scored
+            hold.set(7 * 2**20)
+            full = CLIENT.post(f"{server.address}/score", content=body)
+        assert full.status_code == 503 and full.headers["retry-after"] == "1"
+        assert "requests and answers of 7 of 8 MB are held already (--max-memory-mb)" in full.json()["error"]
+        assert CLIENT.post(f"{server.address}/score", content=body).status_code == 200
+
+
+def test_parts_of_an_answer_are_let_go_of() -> None:
+    arrays = [np.zeros(size, np.uint8) for size in (3, 2 * PIECE, 5)]
+    alive, left = [weakref.ref(array) for array in arrays], []
+    answer = streamed([array.data for array in arrays], {}, left=left.append)
+    del arrays
+    seen = []
+
+    async def read() -> None:
+        async for piece in answer.body_iterator:  # type: ignore[attr-defined]
+            seen.append((len(piece), [one() is not None for one in alive]))
+
+    asyncio.run(read())
+    assert seen[0] == (3, [True] * 3) and seen[2][0] == PIECE and seen[3] == (5, [False, False, True])
+    assert left == [3 + 2 * PIECE + 5, 2 * PIECE + 5, 5]
+
+
+class Slow:
+    """A connection whose client is so many seconds behind."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.ended = seconds, False
+
+    def behind(self) -> float:
+        return self.seconds
+
+    def make_way(self) -> None:
+        self.ended = True
+
+
+def test_the_slowest_make_room_and_only_where_that_is_enough() -> None:
+    budget, connections = Budget(100), [Slow(seconds) for seconds in (0.5, 30.0, 2.0)]
+    first, second, third = (Hold(budget, one) for one in connections)
+    for hold in (first, second, third):
+        hold.set(30)
+    with Hold(budget) as asking:
+        with pytest.raises(Busy, match="--max-memory-mb"):
+            asking.set(71)
+        assert budget.held == 90 and not any(one.ended for one in connections)
+        asking.set(40)
+        assert [one.ended for one in connections] == [False, True, False] and budget.held == 100
+        asking.set(70)
+        assert [one.ended for one in connections] == [False, True, True] and budget.held == 100
+        with pytest.raises(Busy, match="another request was given the room"):
+            second.set(1)
+    assert budget.held == 30
+
+
 def test_a_hold_gives_back_what_it_took() -> None:
     budget = Budget(100)
     with Hold(budget) as one, Hold(budget) as two:
@@ -229,8 +374,6 @@ def test_a_header_beyond_all_bounds_is_not_read() -> None:
 
 
 def test_an_answer_in_parts_is_a_safetensors_body(tiny_teacher: Path) -> None:
-    import numpy as np
-
     form = Format("top_k", 9, k=3)
     rows = np.log(np.full((4, 3), 1 / 9, np.float32))
     signal = {

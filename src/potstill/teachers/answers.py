@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,15 +38,23 @@ def as_json(content: Any, code: int = 200, headers: Mapping[str, str] | None = N
 
 
 def streamed(
-    parts: Sequence[memoryview], headers: Mapping[str, str], media_type: str = "application/octet-stream"
+    parts: Sequence[memoryview],
+    headers: Mapping[str, str],
+    media_type: str = "application/octet-stream",
+    left: Callable[[int], None] = lambda size: None,
 ) -> Response:
-    """Handed over piece by piece, each when the one before is on its way: what a client has not read is not copied."""
+    """Handed over piece by piece, each when the one before is on its way: what a client has not read is not copied. A part that
+    is on its way is let go of; `left` is told how many bytes the others have."""
     from starlette.responses import StreamingResponse
 
     async def pieces() -> AsyncIterator[memoryview]:
-        for part in parts:
-            for at in range(0, len(part), PIECE):
-                yield part[at : at + PIECE]
+        while waiting:
+            left(sum(map(len, waiting)))
+            for at in range(0, len(waiting[0]), PIECE):
+                yield waiting[0][at : at + PIECE]
+            waiting.popleft()
 
-    length = {"content-length": str(sum(map(len, parts)))}
+    waiting = deque(parts)
+    length = {"content-length": str(sum(map(len, waiting)))}
+    del parts
     return StreamingResponse(pieces(), headers={**headers, **length}, media_type=media_type)

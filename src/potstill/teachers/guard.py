@@ -15,10 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from potstill.teachers.connection import plain
 from potstill.teachers.deadline import RATE
-from potstill.teachers.held import Clients
+from potstill.teachers.held import CONNECTION, SILENT_SECONDS, Clients
 
 IDLE_SECONDS = 75  # without a request
-SILENT_SECONDS = 1.0  # after which a client that is waited for makes room for others
 LOGGERS = ("potstill.serve", "uvicorn.error", "asyncio")
 SPARSE_SECONDS = 10.0
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -28,6 +27,7 @@ WORDS = {
     "answer": "did not read its answer in time (--client-timeout)",
     "idle": "sent no request",
     "room": "was silent when others came (--max-connections)",
+    "memory": "was slow when others needed its memory (--max-memory-mb)",
 }
 log = logging.getLogger(LOGGERS[0])
 
@@ -48,7 +48,8 @@ class Counted:
 
 
 class Guarded(H11Protocol):
-    """One connection. `_look` compares what has moved with what the client was given time for."""
+    """One connection. Its client is behind by the time that it is waited for, less what its bytes take at RATE; being ahead
+    earns nothing: whoever sends much at once, and then a byte now and then, is behind like any other."""
 
     clients: ClassVar[Clients]
 
@@ -57,8 +58,8 @@ class Guarded(H11Protocol):
         super().connection_made(cast(asyncio.Transport, counted))
         self._counted, self._received, self._cut = counted, 0, False
         self._state: tuple[str, object] = ("idle", None)
-        self._since = self._heard = self.loop.time()
-        self._moved_before = self._moved_last = 0
+        self._due, self._moved = self.loop.time(), 0  # when the client was not behind, and the bytes until then
+        self.app_state = {**self.app_state, CONNECTION: self}  # of each request's scope
         self._tick = min(1.0, self.clients.seconds / 4)
         self._timer = self.loop.call_later(self._tick, self._look)
         self.clients.now = len(self.connections)
@@ -93,26 +94,29 @@ class Guarded(H11Protocol):
     def _note(self) -> None:
         now, state = self.loop.time(), (self._phase(), self.cycle)
         moved = self._received + self._counted.written - self._counted.get_write_buffer_size()
-        if moved != self._moved_last:
-            self._moved_last, self._heard = moved, now
-        if state != self._state:
-            self._state, self._since, self._moved_before = state, now, moved
+        self._due = min(now, self._due + (moved - self._moved) / RATE) if state == self._state else now
+        self._state, self._moved = state, moved
 
     def _look(self) -> None:
         self._note()
-        phase, now, most = self._state[0], self.loop.time(), self.clients.seconds
-        slow = now - self._since > most + (self._moved_last - self._moved_before) / RATE
-        silent = now - max(self._since, self._heard) > most
-        if (phase == "idle" and now - self._since > IDLE_SECONDS) or (phase in TRANSFERS and (slow or silent)):
+        phase, behind = self._state[0], self.loop.time() - self._due
+        if (phase == "idle" and behind > IDLE_SECONDS) or (phase in TRANSFERS and behind > self.clients.seconds):
             self._cut_off(phase)
         else:
             self._timer = self.loop.call_later(self._tick, self._look)
+
+    def behind(self) -> float:
+        self._note()
+        return self.loop.time() - self._due if self._state[0] in TRANSFERS and not self._cut else 0.0
+
+    def make_way(self) -> None:
+        self._cut_off("memory")
 
     def _cut_off(self, why: str) -> None:
         self._cut = True
         self.clients.cut_off[why] += 1
         if why != "idle":  # which is how most connections end
-            log.warning("%s %s, and was disconnected", self._who, WORDS[why])
+            log.warning("%s %s, and was disconnected", self._who, WORDS[why], extra={"why": why})
         self.transport.abort()  # not close: that would wait until all is read
 
     def _make_room(self) -> None:
@@ -121,8 +125,8 @@ class Guarded(H11Protocol):
         for one in others:
             one._note()
         waiting = [one for one in others if one._state[0] != "work"]
-        silent = min(waiting, key=lambda one: one._heard, default=None)
-        if silent is not None and self.loop.time() - silent._heard >= SILENT_SECONDS:
+        silent = min(waiting, key=lambda one: one._due, default=None)
+        if silent is not None and self.loop.time() - silent._due >= SILENT_SECONDS:
             silent._cut_off("room")
             return
         self._cut = True
@@ -140,10 +144,10 @@ class Sparse(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._kinds: dict[tuple[str, int], tuple[float, int]] = {}
+        self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        kind, now = (record.name, record.lineno), time.monotonic()
+        kind, now = (record.name, record.lineno, getattr(record, "why", "")), time.monotonic()
         last, more = self._kinds.get(kind, (-math.inf, 0))
         if now - last < SPARSE_SECONDS:
             self._kinds[kind] = (last, more + 1)

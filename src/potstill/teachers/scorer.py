@@ -70,7 +70,8 @@ class Job:
         self.scored += 1
         if self.scored == len(self.question.examples) and not self.failed:
             self.done = True
-            self.answer(self._rows)
+            rows, self._rows = self._rows, {}  # whoever asked has them alone, and lets go of them
+            self.answer(rows)
 
     def fail(self, error: Exception) -> None:
         if not (self.failed or self.done):
@@ -145,6 +146,7 @@ class Scorer:
             except Exception as error:  # this thread must outlive whatever it is asked
                 for task in tasks:
                     task.job.fail(error)
+            del tasks  # else the questions would live until the next one comes
 
     def _answer_all(self, taken: Sequence[Task]) -> None:
         forms: dict[Format, list[Task]] = {}

@@ -28,7 +28,7 @@ from potstill.parallel.mesh import pick_device
 from potstill.recipe import checked
 from potstill.teachers.answers import as_json, host_of, numeric, streamed, words
 from potstill.teachers.codec import Signal
-from potstill.teachers.held import Budget, Busy, Clients, Hold
+from potstill.teachers.held import CONNECTION, Budget, Busy, Clients, Hold
 from potstill.teachers.origin import Identity, identity_of_model, save_head
 from potstill.teachers.scorer import BUCKETS, Job, Scorer, TooLarge, check_question
 from potstill.teachers.serve_options import JSON, READING, ServeOptions, check_limits, listen, token_of
@@ -222,7 +222,7 @@ class Service:
     async def score(self, request: Request, hold: Hold) -> Response:
         begin = time.perf_counter()
         try:
-            answer = await self._scored(request, await self._question(request, hold))
+            answer = await self._scored(request, await self._question(request, hold), hold)
         except (ValueError, PotstillError) as error:
             return words(400, str(error))
         except TooLarge as error:
@@ -257,7 +257,7 @@ class Service:
         self._bytes["in"] += size
         return b"".join(parts)
 
-    async def _scored(self, request: Request, question: Question) -> Response:
+    async def _scored(self, request: Request, question: Question, hold: Hold) -> Response:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Signal | Exception] = loop.create_future()
 
@@ -288,7 +288,7 @@ class Service:
             return words(500, f"scoring failed ({type(found).__name__}: {found})")
         parts = write_answer(found)
         self._bytes["out"] += sum(map(len, parts))
-        return streamed(parts, self.headers())
+        return streamed(parts, self.headers(), left=hold.shrink)
 
     async def metrics(self, request: Request, hold: Hold) -> Response:
         from starlette.responses import PlainTextResponse
@@ -339,7 +339,7 @@ async def _disconnected(request: Request) -> None:
 
 
 class Endpoint:
-    """What one address does. What its request holds of the budget is given back when the last byte of the answer is written."""
+    """What one address does. What its request holds of the budget is given back as the answer is written."""
 
     def __init__(
         self, service: Service, handler: Callable[[Request, Hold], Awaitable[Response]], *, free: bool = False
@@ -350,7 +350,7 @@ class Endpoint:
         from starlette.requests import ClientDisconnect, Request
 
         request = Request(scope, receive)
-        with Hold(self._service.budget) as hold:
+        with Hold(self._service.budget, scope.get("state", {}).get(CONNECTION)) as hold:
             answer = None if self._free else self._service.refused(request)
             try:
                 answer = answer or await self._handler(request, hold)
