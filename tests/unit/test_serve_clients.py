@@ -270,15 +270,15 @@ def test_answers_that_nobody_reads_keep_nobody_out(teacher: LanguageModel) -> No
 
 
 def test_sending_much_at_once_earns_no_time_for_later(teacher: LanguageModel) -> None:
-    """16 MB would be worth two minutes."""
+    """28 MB would be worth almost four minutes, longer than this waits."""
     with (
         guarding(teacher, max_body_mb=64, max_answer_mb=1, max_memory_mb=400, client_timeout=2) as (server, service),
         connected(server) as one,
     ):
         one.sendall(posted(b"x", 32 * 2**20))
         until(lambda: any(hold.behind() for hold in list(service.budget.holds)))  # what comes from now on is noted
-        one.sendall(bytes(16 * 2**20))
-        one.settimeout(0.2)
+        one.sendall(bytes(28 * 2**20))
+        one.settimeout(0.01)
 
         def cut_off() -> bool:
             try:
