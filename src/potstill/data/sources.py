@@ -16,18 +16,16 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from potstill.config import SourceConfig
+from potstill.data.arrow import ROWS_AT_ONCE, Unchecked, rows_of
 from potstill.shipped import locate
 from potstill.types import PotstillError
 
 Record = dict[str, Any]
 Position = tuple[int, int]
-
-ROWS_AT_ONCE = 256  # turned into Python objects together
 
 
 def generator(seed: int, *words: int) -> np.random.Generator:
@@ -61,10 +59,10 @@ class Source:
         self.shuffle = shuffle
         self.columns = dict.fromkeys(further, "columns") | _columns(config)
         self._dataset: Any = None
-        self._unchecked: _Unchecked | None = None
+        self._unchecked: Unchecked | None = None
         self._dataset_fingerprint = ""
         self._paths = _paths(config.files, key) if config.files is not None else []
-        # A saved folder is here already, and has to be checked before it is read: see _Unchecked.
+        # A saved folder is here already, and has to be checked before it is read: see Unchecked.
         self._streams = config.streaming and not (config.dataset is not None and _is_saved(_folder(config)))
 
     def records(self, epoch: int, start: Position = (0, 0)) -> Iterator[tuple[Record, str, Position]]:
@@ -137,7 +135,7 @@ class Source:
                 self.check_columns(dataset.column_names, f"the data set {name}")
                 dataset = dataset.select_columns(list(self.columns))
             if _is_saved(_folder(self.config)):
-                self._unchecked = _Unchecked(dataset)
+                self._unchecked = Unchecked(dataset)
             self._dataset = dataset
         return self._dataset
 
@@ -187,24 +185,6 @@ class Source:
         hint = f"; did you mean {role}: {near[0]}?" if near else f"; set {role} to one of them"
         listed = ", ".join(there) or "none at all"
         return f"{self.key}.{role}: {where} has no column {column} (there: {listed}){hint}"
-
-
-class _Unchecked:
-    """The batches of a data set from a folder, which may be another's: each is validated before its first row is read (as in
-    `_rows`), and not all of them before the first step, for that would read the whole set."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._batches: list[pa.RecordBatch | None] = dataset.data.to_batches()
-        self._ends = np.cumsum([batch.num_rows for batch in self._batches if batch is not None])
-        self._indices = dataset._indices is not None  # rows are others than they are called
-
-    def check(self, rows: npt.NDArray[np.int64]) -> None:
-        touched = np.unique(np.searchsorted(self._ends, rows, side="right"))
-        for place in range(len(self._batches)) if self._indices else touched.tolist():
-            batch = self._batches[place]
-            if batch is not None:
-                batch.validate(full=True)
-                self._batches[place] = None
 
 
 def _columns(config: SourceConfig) -> dict[str, str]:
@@ -326,7 +306,7 @@ def _read_parquet(path: str, skip: int, columns: list[str], source: Source) -> I
             rows = file.metadata.row_group(group).num_rows
             if first + rows > skip:
                 batches = file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns)
-                yield from _rows(batches, first, skip, path)
+                yield from rows_of(batches, first, skip, path)
             first += rows
 
 
@@ -340,22 +320,7 @@ def _read_arrow(path: str, skip: int, columns: list[str], source: Source) -> Ite
             reader = pa.ipc.open_stream(file)
             batches = iter(reader)
         source.check_columns(reader.schema.names, path)
-        yield from _rows((batch.select(columns) for batch in batches), 0, skip, path)
-
-
-def _rows(batches: Iterator[pa.RecordBatch], first: int, skip: int, path: str) -> Iterator[tuple[int, Record, str]]:
-    """The rows of columnar batches, the first of them numbered `first`, without those before number `skip`."""
-    for batch in batches:
-        if first + batch.num_rows <= skip:  # a resume does not read what it leaves out
-            first += batch.num_rows
-            continue
-        # Arrow believes the offsets in a file: wrong ones would read other memory, or end the process.
-        batch.validate(full=True)
-        for begin in range(max(0, skip - first), batch.num_rows, ROWS_AT_ONCE):
-            for offset, record in enumerate(batch.slice(begin, ROWS_AT_ONCE).to_pylist()):
-                number = first + begin + offset
-                yield number, record, f"{path}, record {number + 1}"
-        first += batch.num_rows
+        yield from rows_of((batch.select(columns) for batch in batches), 0, skip, path)
 
 
 READERS = {
