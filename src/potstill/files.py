@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -83,7 +84,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         beside.rename(path)
         _sync(path.parent)
     except BaseException as error:
-        refused = error if isinstance(error, OSError) else refusal(beside)
+        refused = refusal(beside, error)
         shutil.rmtree(beside, ignore_errors=True)
         if refused is not None:
             raise could_not_write(path, refused) from error
@@ -94,8 +95,13 @@ def could_not_write(path: Path, error: OSError) -> PotstillError:
     return PotstillError(f"could not write {path}: {error.strerror or error}; what was there before is untouched")
 
 
-def refusal(folder: Path) -> OSError | None:
-    """What the disk says to one more small file. Libraries that write for us make something else of a full disk."""
+def refusal(folder: Path, error: BaseException) -> OSError | None:
+    """What the disk said, where that is behind an error: libraries that write for us make something else of a full disk. Where
+    the error does not tell, what the disk says to one more small file."""
+    if isinstance(error, OSError):
+        return error
+    if told := re.search(r"\(os error (\d+)\)", str(error)):  # as libraries in Rust have it
+        return OSError(int(told[1]), os.strerror(int(told[1])))
     path = folder / f"{UNFINISHED}refused"
     try:
         path.unlink(missing_ok=True)

@@ -81,7 +81,7 @@ def parts_of(student, teacher, device, settings):
     module = StudentLoss(student).train()
     optimizers = make_optimizers(student.model, student.model.get_output_embeddings(), settings.train.optimizer)
     live = LiveTeacher(teacher, 2048, "teacher")
-    return Parts(device, student, module, [live], optimizers, settings.train.precision, None, None, None)
+    return Parts(device, student, module, [live], optimizers, settings.train.precision, None, None, None, settings)
 
 
 def window(packed, micro_batches, own=False):

@@ -153,7 +153,7 @@ def test_evaluation_scores_all_of_a_text_and_nothing_else(own_bos: bool, own_eos
             assert encoded.length == len(ids(text)) + 1
 
 
-def test_evaluation_puts_nothing_before_a_prompt_and_leaves_a_tokenizer_without_marks_alone() -> None:
+def test_evaluation_puts_nothing_before_a_prompt_and_another_token_where_there_is_no_bos() -> None:
     tokenizer = tiny_tokenizer(bos=False)
     asked = only(encode({"q": "ab", "a": "c"}, tokenizer=tokenizer, evaluation=True, prompt="q", completion="a"))
     assert asked.ids.tolist() == ids("abc")
@@ -163,8 +163,8 @@ def test_evaluation_puts_nothing_before_a_prompt_and_leaves_a_tokenizer_without_
     assert opened.supervised_bytes == 1
     tokenizer.bos_token = tokenizer.eos_token = None
     bare = only(encode({"text": "abc"}, tokenizer=tokenizer, evaluation=True))
-    assert bare.ids.tolist() == ids("abc")
-    assert bare.supervised.tolist() == [False, True, True]
+    assert bare.ids.tolist() == [0, *ids("abc")]
+    assert bare.supervised.tolist() == [False, True, True, True]
 
 
 def test_the_completion_is_supervised_with_its_eos_and_an_eos_in_the_prompt_is_not() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from potstill import files
 from potstill.files import (
@@ -173,3 +174,12 @@ def test_logs_that_are_links_are_refused(tmp_path: Path) -> None:
     with open_log(log) as file:
         file.write("a line\n")
     assert log.read_text() == "a line\n"
+
+
+def test_a_disk_that_is_full_for_a_library_is_told_though_a_small_file_still_fits(tmp_path: Path) -> None:
+    with (
+        pytest.raises(PotstillError, match=r"could not write .*new: No space left on device; what was there before"),
+        new_folder(tmp_path / "new"),
+    ):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert not (tmp_path / "new").exists()

@@ -175,7 +175,7 @@ def test_teacher_saved_in_float16_is_read_as_float32_on_a_cpu(tmp_path):
 
 
 def test_quantised_teacher_names_its_extra(tmp_path):
-    with pytest.raises(PotstillError, match=r"potstill\[quant\]"):
+    with pytest.raises(PotstillError, match=r"\.\[quant\]"):
         load_teacher(TeacherConfig(model=str(tmp_path), quantize="4bit"), CPU, "teachers[0]")
 
 

@@ -490,5 +490,7 @@ def test_refused_teachers(pair, built, foreign, tiny_teacher, tmp_path):
     refused({"cache": str(build(kind="chosen"))}, "loss.several is average", several="average")
     folder = build(kind="top_k", k=9)
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "imported": "elsewhere"}))
+    (folder / "manifest.json").write_text(
+        json.dumps({**manifest, "imported": {"layout": "l", "values": "v", "rest": "none"}})
+    )
     refused({"cache": str(folder)}, "the cache was imported, and does not know how likely")

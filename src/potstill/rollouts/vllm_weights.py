@@ -46,7 +46,7 @@ def save_weights(student: LanguageModel, path: Path) -> None:
             save_file(shard, beside / f"model-{number:05d}.safetensors", {"format": "pt"})
         beside.rename(path)
     except Exception as error:  # safetensors makes something else of a full disk
-        refused = error if isinstance(error, OSError) else refusal(beside)
+        refused = refusal(beside, error)
         shutil.rmtree(beside, ignore_errors=True)
         if refused is not None:
             raise could_not_write(path, refused) from error

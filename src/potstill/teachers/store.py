@@ -244,7 +244,7 @@ def create(folder: Path, identity: Mapping[str, Any], fill: Any) -> Writer:
     except PotstillError:
         raise
     except Exception as error:  # the libraries that write for us raise many kinds when the disk is full
-        refused = error if isinstance(error, OSError) else refusal(folder)
+        refused = refusal(folder, error)
         if refused is None:
             raise
         raise could_not_write(folder, refused) from error
