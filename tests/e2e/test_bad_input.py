@@ -248,6 +248,7 @@ BROKEN_FILES: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
         _with(num_hidden_layers=2**31),
         "has num_hidden_layers 2147483648: no model is that large",
     ),
+    "config positions": ("config.json", _with(max_position_embeddings=-1), "cannot be used: trying it on a short text"),
     "config token": ("config.json", _with(bos_token_id=float("nan")), "'bos_token_id'"),
     "generation": ("generation_config.json", lambda raw: b"[]", "TypeError: 'list' object is not a mapping"),
     "tokenizer torn": ("tokenizer.json", lambda raw: raw[:5000], "cannot load the tokenizer in "),

@@ -114,6 +114,7 @@ def test_our_names_are_keys(name: str, ours: str) -> None:
         ("loss.temperature=hot", "loss.temperature: should be a number or a section with keys, not 'hot'"),
         ("loss.kd_weight.start=1", "loss.kd_weight.end: is missing"),
         ("train.optimizer.betas=[0.9]", "train.optimizer.betas[1]: is missing"),
+        ("train.optimizer.betas=[1, 0.9]", "train.optimizer.betas[0]: should be less than 1, not 1"),
         ("eval={every: 5}", "eval.data: is missing"),
     ],
 )

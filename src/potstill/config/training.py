@@ -90,13 +90,16 @@ class LossConfig(Section):
         return self.divergence == "sampled_reverse_kl"
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
     """What takes the steps."""
 
     name: Literal["adamw", "muon"] = Field("adamw", description="muon: Muon on the hidden matrices, AdamW on the rest")
     lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="peak learning rate of AdamW")
     muon_lr: Annotated[float, Field(gt=0)] = Field(0.02, description="peak learning rate of Muon")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's betas")
     eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="on matrices only")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="Muon's momentum")

@@ -33,8 +33,8 @@ def probed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, who: str)
     """Find out how the model takes masks, and check that head(hidden) is what it calls its logits."""
     config = model.config.get_text_config()
     with torch.no_grad(), evaluating(model):
-        single, packed = _probe_batches(config.to_dict(), model.device)
         try:
+            single, packed = _probe_batches(config.to_dict(), model.device)
             seen = _look(model, single)
         except Exception as error:  # the code of each architecture, which may raise anything
             raise PotstillError(
