@@ -169,10 +169,12 @@ def changed(document: Any, numbers: random.Random, times: int = 2) -> tuple[Any,
         if not there:
             break
         name, path = numbers.choice(list(DOCUMENTS)), numbers.choice(there)
+        before = json.dumps(document)
         try:
             DOCUMENTS[name](document, path, numbers)
-        except (IndexError, KeyError, TypeError):
+            document = json.loads(json.dumps(document))  # no part of it is another part of it
+        except (IndexError, KeyError, TypeError, ValueError):  # the last: it was put into itself
+            document = json.loads(before)
             continue
-        document = json.loads(json.dumps(document))  # no part of it is another part of it
         done.append(f"{name} at {'.'.join(map(str, path))}")
     return document, "; ".join(done)
