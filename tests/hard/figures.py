@@ -70,6 +70,8 @@ ROWS: dict[str, tuple[Callable[[dict[str, Any]], str], Callable[[dict[str, Any]]
 def table(results: dict[str, Any]) -> str:
     lines = ["| campaign | what was done | what came of it | seconds |", "|---|---|---|---|"]
     for name, (done, came) in ROWS.items():
+        if name not in results:  # it was not done whole yet
+            continue
         figures = results[name]
         lines.append(f"| {name} | {done(figures)} | {came(figures)} | {figures['seconds']:,} |")
     return "\n".join(lines)
