@@ -25,11 +25,11 @@ RESULT = Path(__file__).parent / "results" / "align_steps.json"
 STUDENT = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
 TEACHER = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6}
 CASES = {
-    "the same tokenizer": ("smollm2", "spelled"),
-    "another one, spelled": ("gpt2", "spelled"),
-    "another one, shared": ("gpt2", "shared"),
+    "the same tokenizer": ("smollm2", "prefix_marginal"),
+    "another one, prefix_marginal": ("gpt2", "prefix_marginal"),
+    "another one, common_vocab": ("gpt2", "common_vocab"),
     "another one, projection": ("gpt2", "projection"),
-    "another one, chunk": ("gpt2", "chunk"),
+    "another one, span_likelihood": ("gpt2", "span_likelihood"),
 }
 
 
@@ -55,7 +55,7 @@ def run(name: str, work: Path, steps: int) -> dict[str, float]:
             "config": {"model_type": "llama", **STUDENT, "tie_word_embeddings": True},
             "tokenizer": str(ASSETS / "tokenizers" / "smollm2"),
         },
-        "teachers": [{"model": str(work / tokenizer), "across": {"method": method}}],
+        "teachers": [{"model": str(work / tokenizer), "cross_tokenizer": {"method": method}}],
         "data": {
             "sources": [{"files": str(work / "text.txt")}],
             "max_length": 256,

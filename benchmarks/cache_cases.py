@@ -19,19 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from potstill.cache import signal
+from potstill.cache.build import _batches, build, by_tokens
+from potstill.cache.codec import Format, encode, read_top_k, to_bytes
+from potstill.cache.manifest import signal_keys
+from potstill.cache.reader import CacheReader
+from potstill.cache.reading import TeacherText, pieces_of
+from potstill.cache.store import Cache, Writer, create
 from potstill.config import DataConfig, SourceConfig, StoreConfig, TeacherConfig
+from potstill.config.recipe import load_recipe
 from potstill.data import collate
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_teacher
-from potstill.recipe import load_recipe
-from potstill.teachers import signal
-from potstill.teachers.build import _batches, build, by_tokens
-from potstill.teachers.cached import CachedTeacher
-from potstill.teachers.codec import Format, encode, read_top_k, to_bytes
-from potstill.teachers.manifest import signal_keys
-from potstill.teachers.reading import TeacherText, pieces_of
-from potstill.teachers.shelf import Shelf
-from potstill.teachers.store import Cache, Writer, create
+from potstill.teachers.stored import CachedTeacher
 from potstill.types import Batch, Example
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,9 +39,9 @@ CPU = torch.device("cpu")
 STORES = {
     "top_k 64": {"kind": "top_k", "k": 64},
     "top_k 50": {"kind": "top_k", "k": 50},
-    "sampled 50": {"kind": "sampled", "draws": 50},
+    "sampled 50": {"kind": "sampled", "num_samples": 50},
     "hidden": {"kind": "hidden"},
-    "chosen": {"kind": "chosen"},
+    "token_logprobs": {"kind": "token_logprobs"},
 }
 
 
@@ -172,7 +172,7 @@ def exactness(name: str) -> Callable[[Any, Path], dict[str, Any]]:
         data = data_of(texts, work, 2048 if name.startswith("Smol") else 900, 8_000 if options.quick else 24_000)
         teacher = teacher_of(folder)
         found: dict[str, Any] = {}
-        for kind in ("top_k 64", "top_k 50", "sampled 50", "chosen", "hidden"):
+        for kind in ("top_k 64", "top_k 50", "sampled 50", "token_logprobs", "hidden"):
             out = work / kind.replace(" ", "-")
             shutil.rmtree(out, ignore_errors=True)
             store = {**STORES[kind], **({"temperatures": [1.0, 2.0]} if kind == "top_k 64" else {})}
@@ -244,7 +244,7 @@ DOCUMENT = 512  # tokens
 VOCABULARY = 151_936
 READ_FORMS = {
     "top_k 64": Format("top_k", VOCABULARY, k=64),
-    "sampled 50": Format("sampled", VOCABULARY, draws=50),
+    "sampled 50": Format("sampled", VOCABULARY, num_samples=50),
 }
 
 
@@ -263,12 +263,12 @@ def synthetic(form: Format, folder: Path, tokens: int, shard_bytes: int = 128 * 
             streams = encode(
                 form,
                 {"ids": entries, "logprobs": -np.cumsum(gaps, -1), "odds": random.normal(-3, 2, (rows, 1)),
-                 "chosen": -random.exponential(2, rows)},
+                 "token_logprobs": -random.exponential(2, rows)},
             )  # fmt: skip
         else:  # 50 draws of a Zipf-like law: some 12 different ones
             weights = 1 / np.arange(1, 4097) ** 1.9
-            draws = random.choice(4096, (rows, form.draws), p=weights / weights.sum()) * 37
-            streams = encode(form, {"draws": np.sort(draws, -1), "entropy": random.exponential(2, rows)})
+            draws = random.choice(4096, (rows, form.num_samples), p=weights / weights.sum()) * 37
+            streams = encode(form, {"samples": np.sort(draws, -1), "entropy": random.exponential(2, rows)})
         predicted = np.arange(DOCUMENT) > 0
         ends = np.cumsum(random.integers(1, 8, DOCUMENT))
         blobs.append(to_bytes(form, ids, ends, predicted, streams))
@@ -330,7 +330,7 @@ def reading(kind: str) -> Callable[[Any, Path], dict[str, Any]]:
         found: dict[str, Any] = {"index_tokens": index_tokens, "stored_tokens": stored, "document_tokens": DOCUMENT}
         cache = with_keys(Cache(folder), index_tokens // DOCUMENT)
         found["bytes"] = cache.size
-        teacher = CachedTeacher(Shelf(cache), form.vocabulary, "synthetic")
+        teacher = CachedTeacher(CacheReader(cache), form.vocabulary, "synthetic")
         random = np.random.default_rng(2)
         count = 512 if options.quick else 2048
         by_place = np.lexsort((cache._index[3], cache._index[2]))
@@ -365,7 +365,7 @@ def _from_disk(form: Format, folder: Path, orders: Any, asked: Any, documents: i
         gc.collect()
         forget(folder)
         cache = with_keys(Cache(folder), documents)
-        teacher = CachedTeacher(Shelf(cache), form.vocabulary, "synthetic")
+        teacher = CachedTeacher(CacheReader(cache), form.vocabulary, "synthetic")
         with Clock() as clock:
             for begin in range(0, len(asked[name]), 8):
                 teacher.prepare(SimpleNamespace(examples=asked[name][begin : begin + 8]))  # type: ignore[arg-type]
@@ -378,7 +378,7 @@ def opening(options: Any, work: Path) -> dict[str, Any]:
     """Seconds to open a cache of a million documents, and to find one."""
     documents = 20_000 if options.quick else 1_000_000
     folder = work / "million"
-    form = Format("chosen", VOCABULARY)
+    form = Format("token_logprobs", VOCABULARY)
     if not (folder / "manifest.json").exists():
         random = np.random.default_rng(0)
         identity = {
@@ -387,7 +387,7 @@ def opening(options: Any, work: Path) -> dict[str, Any]:
         }  # fmt: skip
         create(folder, identity, lambda _: None)
         writer = Writer(folder)
-        streams = encode(form, {"chosen": -random.exponential(2, 31)})
+        streams = encode(form, {"token_logprobs": -random.exponential(2, 31)})
         blob = to_bytes(form, np.arange(32), np.arange(1, 33), np.arange(32) > 0, streams)
         for number in range(1, documents + 1):
             writer.add(random.bytes(16).hex(), 32, blob)
@@ -437,7 +437,7 @@ def training(options: Any, work: Path) -> dict[str, Any]:
     import potstill
 
     steps = 12 if options.quick else 40
-    share = "data.sources.0.share=0.01"
+    share = "data.sources.0.fraction=0.01"
     base = load_recipe(ROOT / "recipes" / "distil.yaml", [share, f"train.steps={steps}"])
     keys = base.model_dump(mode="json", by_alias=True) | {"eval": None, "checkpoint": {"keep": 1}}
     keys["log"] |= {"tensorboard": False, "every": 1000, "stat_rows": 0}

@@ -20,13 +20,13 @@ import pyarrow.parquet as pq
 import torch
 from cache_cases import Clock, Skipped, batches_of, best, data_of, model_of, teacher_of
 
+from potstill.cache.build import build
+from potstill.cache.foreign import example_features
+from potstill.cache.reader import CacheReader
+from potstill.cache.store import Cache
 from potstill.config import StoreConfig
 from potstill.losses.dense import target_logits
-from potstill.teachers.build import build
-from potstill.teachers.cached import CachedTeacher
-from potstill.teachers.foreign import example_features
-from potstill.teachers.shelf import Shelf
-from potstill.teachers.store import Cache
+from potstill.teachers.stored import CachedTeacher
 from potstill.types import Example
 
 Sequence = dict[str, np.ndarray]  # inputs [L], top_k_indices and top_k_logits [L, K]
@@ -183,7 +183,7 @@ def _read_parquet(path: Path, k: int) -> int:
 
 
 def _read_cache(cache: Cache, examples: list[Example]) -> int:
-    teacher, rows = CachedTeacher(Shelf(cache), cache.form.vocabulary, "cache"), 0
+    teacher, rows = CachedTeacher(CacheReader(cache), cache.form.vocabulary, "cache"), 0
     for begin in range(0, len(examples), 8):
         target: Any = teacher.prepare(SimpleNamespace(examples=examples[begin : begin + 8]))  # type: ignore[arg-type]
         rows += len(target.ids)

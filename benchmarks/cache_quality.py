@@ -31,8 +31,8 @@ NUMBERS = ("bits_per_byte", "kl", "agreement", "ece")
 K, REST, DRAWS = 64, 32, 50
 CACHES = {  # by folder: the options of `potstill cache build`
     "top_k": ["--kind", "top_k", "--k", str(K)],
-    "top_k-rest": ["--kind", "top_k", "--k", str(K), "--rest", str(REST)],
-    "sampled": ["--kind", "sampled", "--draws", str(DRAWS)],
+    "top_k-rest": ["--kind", "top_k", "--k", str(K), "--tail-samples", str(REST)],
+    "sampled": ["--kind", "sampled", "--num-samples", str(DRAWS)],
     "hidden": ["--kind", "hidden"],
 }
 STUDENTS = {
@@ -89,8 +89,8 @@ def one(name: str, seed: int, folder: Path) -> dict[str, float]:
     import torch
 
     from potstill import train
+    from potstill.config.recipe import load_recipe
     from potstill.evals.command import evaluate_model
-    from potstill.recipe import load_recipe
     from potstill.shipped import locate
 
     torch.set_num_threads(1)

@@ -120,8 +120,8 @@ def run_potstill(pair: str, side: str, work: Path, steps: int) -> tuple[list[flo
             "sources": [{"files": str(work / pair / "prompts.jsonl"), "prompt": "prompt", "completion": "completion"}],
             "max_length": PROMPT + NEW + 16,
         },
-        "policy": {
-            "on_policy": 1.0,
+        "rollouts": {
+            "on_policy_fraction": 1.0,
             "num_generations": GENERATIONS,
             "engine": engine,
             "sampling": {"max_new_tokens": NEW},
@@ -208,12 +208,12 @@ def run_serve(work: Path, clients: int, seconds: float) -> dict[str, float]:
     import numpy as np
     import torch
 
+    from potstill.cache.codec import Format
+    from potstill.cache.signal import signal_of
     from potstill.config import TeacherConfig
     from potstill.data import collate
     from potstill.models import load_teacher
-    from potstill.teachers.codec import Format
     from potstill.teachers.remote import open_server
-    from potstill.teachers.signal import signal_of
     from potstill.types import Example
 
     folder = work / "49k" / "teacher"

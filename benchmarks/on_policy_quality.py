@@ -29,26 +29,30 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "on-policy.yaml"
 DISTIL = RECIPE.with_name("distil.yaml")
 BEGIN, END = "<!-- table: quality -->", "<!-- end of table -->"
 SEEDS = (0, 1, 2)
-KEYS = ("own_reverse_kl", "own_forward_kl", "kl", "bits_per_byte", "own_distinct_2")
+KEYS = ("on_policy_reverse_kl", "on_policy_forward_kl", "kl", "bits_per_byte", "own_distinct_2")
 PROMPT, ANSWER = 24, 64
 COMMON = [
-    "policy.num_generations=1",
+    "rollouts.num_generations=1",
     "train.steps=200",
     "checkpoint.every=null",
     "eval.every=null",
     "eval.examples=300",
-    "eval.own_texts=256",
+    "eval.on_policy_samples=256",
     "log.tensorboard=false",
 ]
 CASES: dict[str, list[str]] = {
-    "before": ["policy.on_policy=0", "train.steps=1", "train.optimizer.lr=1e-9"],
-    "the data set's text, forward KL": ["policy.on_policy=0", "loss.divergence=forward_kl"],
-    "the data set's text, reverse KL": ["policy.on_policy=0", "loss.divergence=reverse_kl"],
-    "the student's own, reverse KL": ["policy.on_policy=1", "loss.divergence=reverse_kl"],
-    "half and half, reverse KL": ["policy.on_policy=0.5", "loss.divergence=reverse_kl"],
-    "the student's own, forward KL": ["policy.on_policy=1", "loss.divergence=forward_kl"],
-    "the teacher's, forward KL": ["policy.on_policy=0", "policy.teacher_writes=1", "loss.divergence=forward_kl"],
-    "the student's own, by drawn tokens": ["policy.on_policy=1", "loss.divergence=sampled_reverse_kl"],
+    "before": ["rollouts.on_policy_fraction=0", "train.steps=1", "train.optimizer.lr=1e-9"],
+    "the data set's text, forward KL": ["rollouts.on_policy_fraction=0", "loss.divergence=forward_kl"],
+    "the data set's text, reverse KL": ["rollouts.on_policy_fraction=0", "loss.divergence=reverse_kl"],
+    "the student's own, reverse KL": ["rollouts.on_policy_fraction=1", "loss.divergence=reverse_kl"],
+    "half and half, reverse KL": ["rollouts.on_policy_fraction=0.5", "loss.divergence=reverse_kl"],
+    "the student's own, forward KL": ["rollouts.on_policy_fraction=1", "loss.divergence=forward_kl"],
+    "the teacher's, forward KL": [
+        "rollouts.on_policy_fraction=0",
+        "rollouts.teacher_fraction=1",
+        "loss.divergence=forward_kl",
+    ],
+    "the student's own, by drawn tokens": ["rollouts.on_policy_fraction=1", "loss.divergence=policy_gradient_kl"],
 }
 
 
@@ -111,7 +115,9 @@ def table(result: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for name, by_seed in result.items():
-        columns = [[found[key] for found in by_seed.values()] for key in ("own_reverse_kl", "kl", "bits_per_byte")]
+        columns = [
+            [found[key] for found in by_seed.values()] for key in ("on_policy_reverse_kl", "kl", "bits_per_byte")
+        ]
         lines.append(f"| {name} | {' | '.join(cell(values) for values in columns)} |")
     return "\n".join(lines)
 

@@ -22,7 +22,7 @@ RESULT = Path(__file__).parent / "results" / "quickstart.json"
 CODE = """
 import json, sys
 from pathlib import Path
-from potstill.quickstart import quickstart
+from potstill.cli.quickstart import quickstart
 results = quickstart(Path(sys.argv[1]), seed=int(sys.argv[2]))
 Path(sys.argv[1], "results.json").write_text(json.dumps(results, ensure_ascii=False))
 """

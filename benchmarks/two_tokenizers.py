@@ -28,29 +28,29 @@ TEXT = ["loss.kd_weight=0", "loss.ce_weight=1"]
 
 
 def method(name: str, ce: float) -> list[str]:
-    return [f"loss.ce_weight={ce}", f"teachers.0.across.method={name}"]
+    return [f"loss.ce_weight={ce}", f"teachers.0.cross_tokenizer.method={name}"]
 
 
 # By name: overrides, and how many seeds.
 QUICKSTART: dict[str, tuple[list[str], int]] = {
     "text only": (TEXT, 3),
-    "spelled": (method("spelled", 0.3), 3),
-    "spelled, from a cache of hidden states": (method("spelled", 0.3), 3),
-    "spelled, from a cache of the top 64": (method("spelled", 0.3), 3),
-    "spelled, without cross-entropy": (method("spelled", 0.0), 1),
+    "prefix_marginal": (method("prefix_marginal", 0.3), 3),
+    "prefix_marginal, from a cache of hidden states": (method("prefix_marginal", 0.3), 3),
+    "prefix_marginal, from a cache of the top 64": (method("prefix_marginal", 0.3), 3),
+    "prefix_marginal, without cross-entropy": (method("prefix_marginal", 0.0), 1),
     "projection": (method("projection", 1.0), 1),
     "projection, less cross-entropy": (method("projection", 0.3), 1),
-    "shared": (method("shared", 1.0), 1),
-    "shared, without cross-entropy": (method("shared", 0.0), 1),
-    "chunk": (method("chunk", 1.0), 1),
+    "common_vocab": (method("common_vocab", 1.0), 1),
+    "common_vocab, without cross-entropy": (method("common_vocab", 0.0), 1),
+    "span_likelihood": (method("span_likelihood", 1.0), 1),
     "uld": (method("uld", 1.0), 1),
 }
 REAL: dict[str, tuple[list[str], int]] = {
     "text only": (TEXT, 1),
-    "spelled": (method("spelled", 0.3), 1),
+    "prefix_marginal": (method("prefix_marginal", 0.3), 1),
     "projection": (method("projection", 1.0), 1),
-    "shared": (method("shared", 1.0), 1),
-    "chunk": (method("chunk", 1.0), 1),
+    "common_vocab": (method("common_vocab", 1.0), 1),
+    "span_likelihood": (method("span_likelihood", 1.0), 1),
     "uld": (method("uld", 1.0), 1),
 }
 

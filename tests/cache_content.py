@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from potstill.teachers.store import Cache
+from potstill.cache.store import Cache
 
 
 def content(folder: Path) -> dict[str, tuple[int, bytes]]:

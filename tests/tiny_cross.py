@@ -66,11 +66,11 @@ def bucket_masses(target: CrossTarget, number: int, logq: Tensor, labels: Tensor
     c_p = (logp[t1] + target.inner[number]).exp()
     q, p = logq[rows[0]].exp(), logp.exp()
     pairs = dict(zip(target.relation.student.tolist(), target.relation.teacher.tolist(), strict=True))
-    if target.method == "chunk":
+    if target.method == "span_likelihood":
         a, b = c_q ** (1 / target.chunk_temperature), c_p ** (1 / target.chunk_temperature)
         return torch.stack([a, 1 - a]), torch.stack([b, 1 - b])
     top = target.start.ids[number].tolist() if isinstance(target.start, TopKTarget) else range(len(p))
-    if target.method == "shared":
+    if target.method == "common_vocab":
         kept = [(x, y) for x, y in pairs.items() if x != s1 and y != t1 and y in top]
         ours = [c_q, *(q[x] for x, _ in kept)]
         theirs = [c_p, *(p[y] for _, y in kept)]

@@ -10,7 +10,7 @@ from typing import Any
 from tiny_models import TOKENIZER
 
 from potstill.config import Recipe
-from potstill.recipe import load_recipe, recipe_yaml
+from potstill.config.recipe import load_recipe, recipe_yaml
 from potstill.training.run import Callback, Run
 
 LLAMA = {

@@ -1,4 +1,4 @@
-"""A made-up lexicon and rows over it, and the method `spelled` written out: the naive twin."""
+"""A made-up lexicon and rows over it, and the method `prefix_marginal` written out: the naive twin."""
 
 from __future__ import annotations
 

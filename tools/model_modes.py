@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from potstill.config import DataConfig, SamplingConfig, StudentConfig, TeacherConfig
+from potstill.config.recipe import load_recipe
 from potstill.data import collate
 from potstill.models import LanguageModel, check_fit, load_student, load_teacher, quiet, shared_ids
-from potstill.recipe import load_recipe
-from potstill.rollouts.engine import Ask
+from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.transformers import TransformersEngine
 from potstill.teachers.live import LiveTeacher
 from potstill.training.loop import train
@@ -117,7 +117,7 @@ def writing(folder: Path) -> str:
     stops = range(0, writer.vocabulary, 12)
     engine = TransformersEngine(writer, SamplingConfig(max_new_tokens=24), stop_ids=stops)
     prompts = [text.ids[:length] for text, length in zip(_texts(), (5, 9, 9), strict=True)]
-    asked = [Ask(prompt, seed) for prompt in prompts for seed in (1, 2)]
+    asked = [GenerationRequest(prompt, seed) for prompt in prompts for seed in (1, 2)]
     written = engine.generate(asked)
     if len({len(text.ids) for text in written}) < 2:
         raise Off("no text ended before another")

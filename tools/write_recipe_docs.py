@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from potstill.recipe import recipe_schema
+from potstill.config.recipe import recipe_schema
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "recipe.md"
 
@@ -22,7 +22,7 @@ A recipe is a YAML file with the sections below. Only `student`, `data` and `tra
 decides: `teachers: []` is plain training on the text, no `eval` section is no evaluation.
 
 - **On the command line** any key can be set after the file, and the last one wins: `potstill train recipes/distil.yaml
-  train.steps=200 teachers.0.dtype=bfloat16 loss.temperature='{start: 4, end: 1}' train.clip=null`. Places in a list
+  train.steps=200 teachers.0.dtype=bfloat16 loss.temperature='{start: 4, end: 1}' train.max_grad_norm=null`. Places in a list
   count from 0.
 - **An unknown key is an error**, and so is a value of the wrong kind; what is wrong is reported together, before
   anything is loaded.

@@ -21,7 +21,7 @@ def train(
     """Run a recipe (a path, a mapping or a Recipe, with `key.sub=value` overrides), as `potstill train` does, and give back
     what came of it."""
     refuse_many_processes()
-    from potstill.recipe import load_recipe
+    from potstill.config.recipe import load_recipe
     from potstill.training.loop import train as run_recipe  # torch and transformers load only when they are needed
 
     return run_recipe(load_recipe(recipe, overrides), callbacks)

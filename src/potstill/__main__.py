@@ -1,5 +1,5 @@
 """`python -m potstill`."""
 
-from potstill.cli import main
+from potstill.cli.main import main
 
 main()

@@ -119,13 +119,13 @@ class DenseTarget:
 @dataclass(frozen=True)
 class Spelling:
     """A teacher's distribution over its own ids as one over the student's: each of its tokens counts for the student's first
-    token of what is left of it. N rows, U places of the teacher's, E entries of nodes (`text.Lexicon`)."""
+    token of what is left of it. N rows, U places of the teacher's, E entries of nodes (`text.PrefixTable`)."""
 
     source: DenseTarget  # over the teacher's ids, at U places
     students: int  # ids of the student
-    main: Tensor  # int64 [students]; the lexicon, as text.Lexicon has it
+    main: Tensor  # int64 [students]; the lexicon, as text.PrefixTable has it
     more_token: Tensor  # int64 [M]
-    more_slot: Tensor  # int64 [M]; which of `several` each counts for
+    more_slot: Tensor  # int64 [M]; which of `combine_teachers` each counts for
     several: Tensor  # int64 [S]; the student's ids that more than one counts for, increasing
     nowhere: Tensor  # int64; those that none does, increasing
     whole: Tensor  # bool [teacher ids]
@@ -168,15 +168,17 @@ class TopKTarget:
     width: int | None = (
         None  # ids it is over; the student's further ones leave the divergence's softmax. None: all of its
     )
-    rest: Tensor | None = None  # int64 [N, M]; draws from the rest, from which forward KL learns what is in it
-    rest_entropy: Tensor | None = None  # [N]; of the teacher within the rest: what these draws cost at least
+    tail_samples: Tensor | None = None  # int64 [N, M]; draws from the rest, from which forward KL learns what is in it
+    tail_entropy: Tensor | None = None  # [N]; of the teacher within the rest: what these draws cost at least
     absent: Tensor | None = None  # bool [N, K]; entries that are none: they repeat the id of another one of the row
 
     def to(self, device: torch.device) -> TopKTarget:
         return _moved(self, device)
 
     def select(self, rows: Tensor) -> TopKTarget:
-        rest, entropy, absent = (None if x is None else x[rows] for x in (self.rest, self.rest_entropy, self.absent))
+        rest, entropy, absent = (
+            None if x is None else x[rows] for x in (self.tail_samples, self.tail_entropy, self.absent)
+        )
         return TopKTarget(self.ids[rows], self.logprobs[rows], self.tail[rows], self.width, rest, entropy, absent)
 
 
@@ -255,19 +257,19 @@ class CrossTarget:
 
 
 @dataclass(frozen=True)
-class ChosenTarget:
+class TokenLogprobsTarget:
     """Only how likely the text's own next tokens are to the teacher."""
 
     logprobs: Tensor  # [N]
 
-    def to(self, device: torch.device) -> ChosenTarget:
+    def to(self, device: torch.device) -> TokenLogprobsTarget:
         return _moved(self, device)
 
-    def select(self, rows: Tensor) -> ChosenTarget:
-        return ChosenTarget(self.logprobs[rows])
+    def select(self, rows: Tensor) -> TokenLogprobsTarget:
+        return TokenLogprobsTarget(self.logprobs[rows])
 
 
-Target = DenseTarget | TopKTarget | SampledTarget | CrossTarget | ChosenTarget
+Target = DenseTarget | TopKTarget | SampledTarget | CrossTarget | TokenLogprobsTarget
 
 
 class Teacher(Protocol):
@@ -277,7 +279,7 @@ class Teacher(Protocol):
     weight: float
     ahead: int  # micro-batches that are best prepared at once: requests under way at a server
 
-    def lacks(self, batch: Batch) -> Sequence[int]:
+    def missing(self, batch: Batch) -> Sequence[int]:
         """Examples of the batch that it has nothing to say about and that are to be left out. On another thread."""
         ...
 

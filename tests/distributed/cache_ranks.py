@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import potstill
+from potstill.cache.build import CacheWriter, build
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
 from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import load_teacher
-from potstill.teachers.build import Scribe, build
 
 VOCABULARY, ROWS = 30, 6
 SLICES = [17, 13]
@@ -97,18 +97,18 @@ def work(rank: int, world: int, folder: str, teacher: str, text: str) -> None:
     # A training run each, over the same documents in other orders, into one cache; no group, they know nothing of each other.
     dist.barrier()
     dist.destroy_process_group()
-    usual, computed = Scribe.__init__, []
+    usual, computed = CacheWriter.__init__, []
 
-    def often(self: Scribe, *arguments: Any, **options: Any) -> None:
+    def often(self: CacheWriter, *arguments: Any, **options: Any) -> None:
         usual(self, *arguments, **{**options, "shard_seconds": 0.0})
 
-    write = Scribe.write
+    write = CacheWriter.write
 
-    def counted(self: Scribe, examples: Any) -> Any:
+    def counted(self: CacheWriter, examples: Any) -> Any:
         computed.extend(example.key for example in examples)
         return write(self, examples)
 
-    Scribe.__init__, Scribe.write = often, counted
+    CacheWriter.__init__, CacheWriter.write = often, counted
     potstill.train(recipe(here, teacher, data, seed=rank))
     found["computed"] = computed
     found["losses"] = [json.loads(x)["loss"] for x in (here / f"run-{rank}" / "metrics.jsonl").read_text().splitlines()]

@@ -193,14 +193,14 @@ def with_draws(call: SlicedCall) -> SlicedCall:
     others = torch.ones(ROWS, VOCABULARY - 12).scatter(-1, target.ids, 0.0).nonzero()[:, 1].view(ROWS, -1)
     rest = others[:, [0, 7, 11, 7]]
     entropy = torch.full((ROWS,), 0.5, dtype=torch.float64)
-    return replace(call, targets=[(share, replace(target, rest=rest, rest_entropy=entropy))])
+    return replace(call, targets=[(share, replace(target, tail_samples=rest, tail_entropy=entropy))])
 
 
 def across(world: int) -> dict[str, SlicedCall]:
     """Teachers with another tokenizer, by every method; chunks of several rows, and rows in no chunk."""
     found = {}
     sizes = {2: [22, 1], 4: [7, 1, 9, 6]}[world]
-    for method in ("shared", "projection", "chunk", "uld"):
+    for method in ("common_vocab", "projection", "span_likelihood", "uld"):
         hidden, weight, labels, target = random_case(3, method)
         for kind in ("dense", "top-k"):
             for divergence in ("forward_kl", "jsd"):

@@ -13,11 +13,11 @@ from cache_ranks import SLICES, VOCABULARY, recipe, run_call, width_calls, work
 from processes import found_by
 
 import potstill
+from potstill.cache.build import build
+from potstill.cache.store import Cache
+from potstill.cache.verify import verify
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
 from potstill.models import load_teacher
-from potstill.teachers.build import build
-from potstill.teachers.inspect import verify
-from potstill.teachers.store import Cache
 
 PATIENCE = 240
 
@@ -26,7 +26,7 @@ PATIENCE = 240
 def ranks(tmp_path_factory: pytest.TempPathFactory, tiny_teacher: Path, tiny_text: Path) -> tuple[Path, list[Any]]:
     """The folder and what each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, found_by(work, 2, folder, str(tiny_teacher), str(tiny_text), patience=PATIENCE)
+    return folder, found_by(work, 2, folder, str(tiny_teacher), str(tiny_text), retry_timeout=PATIENCE)
 
 
 def documents(folder: Path) -> dict[str, bytes]:
@@ -79,7 +79,7 @@ def test_two_runs_that_fill_one_cache(ranks, tiny_teacher, tiny_text, monkeypatc
     assert computed[0] | computed[1] == set(documents(folder / "filled"))
     assert report.numbers["written_twice"] <= len(computed[0] & computed[1])
 
-    monkeypatch.setattr("potstill.teachers.several.load_teacher", lambda *_: pytest.fail("the teacher was loaded"))
+    monkeypatch.setattr("potstill.teachers.open.load_teacher", lambda *_: pytest.fail("the teacher was loaded"))
     data = {"sources": [{"files": str(tiny_text)}], "max_length": 64}
     for rank in range(2):
         keys = recipe(folder, str(tiny_teacher), data, seed=rank)

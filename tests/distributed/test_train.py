@@ -16,7 +16,8 @@ def test_every_process_says_the_same_sentence(tmp_path: Path) -> None:
     """Before anything is loaded: the recipe's models are not there."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"run: {tmp_path / 'run'}\nstudent: {{model: none}}\ndata: {{sources: [{{files: none.jsonl}}]}}\ntrain: {{steps: 1}}\n"
+        f"run: {tmp_path / 'run'}\nstudent: {{model: none}}\ndata: {{sources: [{{files: none.jsonl}}]}}\ntrain: "
+        f"{{steps: 1}}\n"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     logs = ["--log-dir", str(tmp_path / "logs"), "--redirects", "3"]

@@ -23,11 +23,11 @@ import torch
 from cache_content import content
 
 from potstill import files
+from potstill.cache import build as building
+from potstill.cache import store
+from potstill.cache.build import CacheWriter, build
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
 from potstill.models import load_teacher
-from potstill.teachers import build as building
-from potstill.teachers import store
-from potstill.teachers.build import Scribe, build
 
 TRACED = {module.__file__ for module in (files, store, building)}
 
@@ -40,7 +40,7 @@ class Builds:
         self.logs.mkdir()
         self._model = load_teacher(TeacherConfig(model=str(teacher)), torch.device("cpu"), "teacher", "teacher")
         self._data = DataConfig.model_validate({"sources": [{"files": str(text)}], "max_length": 64})
-        self._store = StoreConfig.model_validate({"kind": kind, "k": 8, "draws": 12})
+        self._store = StoreConfig.model_validate({"kind": kind, "k": 8, "num_samples": 12})
 
     def run(self, name: str, world: int, kill_at: int | None = None) -> tuple[list[int], list[str], int]:
         """Signals that ended the processes (0: none), keys of the documents they began to compute, lines they ran. When one
@@ -89,14 +89,14 @@ class Builds:
                     os.kill(os.getpid(), signal.SIGKILL)
             return trace
 
-        write = Scribe.write
+        write = CacheWriter.write
 
-        def logged(scribe: Scribe, examples: Any) -> None:
+        def logged(writer: CacheWriter, examples: Any) -> None:
             with open(self.logs / name, "a", encoding="utf-8") as log:
                 log.writelines(f"{example.key}\n" for example in examples)
-            return write(scribe, examples)
+            return write(writer, examples)
 
-        Scribe.write = logged
+        CacheWriter.write = logged
         threading.settrace(trace)
         sys.settrace(trace)
         options = {"name": "teacher", "batch_tokens": 40, "shard_seconds": 0.0}

@@ -26,7 +26,7 @@ class Said:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
     """The command itself, from its arguments to its exit code, without the seconds a process takes to import torch."""
-    from potstill.cli import main
+    from potstill.cli.main import main
 
     def call(*arguments: object) -> Said:
         monkeypatch.setattr(sys, "argv", ["potstill", *map(str, arguments)])

@@ -179,8 +179,8 @@ def test_a_teacher_with_another_tokenizer_of_the_same_size(command: Command, run
     said = command("train", runs.file("run"), f"teachers.0.model={swapped}")
     assert said.code == 0, said
     assert "teachers[0]: the teacher's tokenizer is not the student's: id 700 is " in said.out
-    assert "Texts are aligned by bytes, method spelled" in said.out
-    chunked = [f"teachers.0.model={swapped}", "teachers.0.across.method=chunk", "loss.temperature=2"]
+    assert "Texts are aligned by bytes, method prefix_marginal" in said.out
+    chunked = [f"teachers.0.model={swapped}", "teachers.0.cross_tokenizer.method=span_likelihood", "loss.temperature=2"]
     said = command("train", runs.file("other"), *chunked)
     assert_refused(said, "teachers[0]: the teacher has another tokenizer and loss.temperature is 2; the method chunk ")
 
@@ -330,7 +330,7 @@ def test_a_learning_rate_that_explodes(command: Command, runs: TinyRuns, lr: str
     # The same after a good checkpoint: it stays, whole.
     shutil.rmtree(runs.folder / "run")
     (runs.folder / "kept").rename(runs.folder / "run")
-    overrides = [f"train.optimizer.lr={lr}", "train.steps=5", "checkpoint.every=4", "checkpoint.resume=anyway"]
+    overrides = [f"train.optimizer.lr={lr}", "train.steps=5", "checkpoint.every=4", "checkpoint.resume=force"]
     assert_refused(command("train", recipe, *overrides), "the last checkpoint is untouched")
     assert steps_on_disk(runs.folder / "run") == [1]
     checkpoint = runs.folder / "run" / "checkpoints" / "step-00000001"

@@ -19,11 +19,11 @@ from tiny_runs import TinyRuns, metrics
 from transformers import AutoTokenizer
 
 import potstill
+from potstill.cache.build import CacheWriter
+from potstill.cache.store import Cache, read_manifest, shard_names
 from potstill.data import with_pieces
 from potstill.models import load_tokenizer
 from potstill.shipped import locate
-from potstill.teachers.build import Scribe
-from potstill.teachers.store import Cache, read_manifest, shard_names
 
 pytestmark = pytest.mark.e2e
 
@@ -48,7 +48,8 @@ def test_build_from_a_model_and_again(command: Command, cache: Path, tiny_teache
     tokens = Cache(cache).tokens
     assert re.fullmatch(
         rf"60 documents added \({tokens:,} tokens, [\d,]+ a second\); 0 were there\n"
-        r"beyond the top 8 lies \d+\.\d% of the mass; with --rest 32 forward KL learns what is in it \(docs/cache.md\)\n"
+        r"beyond the top 8 lies \d+\.\d% of the mass; with --tail-samples 32 "
+        r"forward KL learns what is in it \(docs/cache.md\)\n"
         r"texts were cut into pieces of at most 4,096 bytes \(piece_bytes\): students need a data.max_length of about a "
         r"quarter of that, 1,024, or more; with less the ends of long pieces are lost to them\n"
         rf"cache: {re.escape(str(cache))}, 60 documents, {tokens:,} tokens, [\d.]+ MB \(\d+\.\d bytes a token\)\n",
@@ -70,17 +71,20 @@ def test_build_from_a_recipe_and_train_from_it(
     assert "documents added" in said and size != 4 * 64
     assert read_manifest(cache)["kind"] == "hidden" and read_manifest(cache)["piece_bytes"] == size
     other = runs.folder / "other"
-    assert command("cache", "build", recipe, "--out", other, "--kind", "sampled", "--draws", 9, "--seed", 4).code == 0
-    assert (Cache(other).form.kind, Cache(other).form.draws, Cache(other).form.seed) == ("sampled", 9, 4)
+    assert (
+        command("cache", "build", recipe, "--out", other, "--kind", "sampled", "--num-samples", 9, "--seed", 4).code
+        == 0
+    )
+    assert (Cache(other).form.kind, Cache(other).form.num_samples, Cache(other).form.seed) == ("sampled", 9, 4)
     given = ["data.max_length=32", "data.piece_bytes=99"]
-    said = command("cache", "build", recipe, "--out", runs.folder / "cut", *given, "--kind", "chosen")
+    said = command("cache", "build", recipe, "--out", runs.folder / "cut", *given, "--kind", "token_logprobs")
     assert said.code == 0 and read_manifest(runs.folder / "cut")["piece_bytes"] == 99
     # What is there stays as it was cut.
-    said = command("cache", "build", recipe, "--out", runs.folder / "cut", "--kind", "chosen")
+    said = command("cache", "build", recipe, "--out", runs.folder / "cut", "--kind", "token_logprobs")
     assert said.code == 0 and ": 0 documents added" in f": {said.out}"
 
     live = potstill.train(runs.recipe("live")).folder
-    monkeypatch.setattr("potstill.teachers.several.load_teacher", lambda *_: pytest.fail("the teacher was loaded"))
+    monkeypatch.setattr("potstill.teachers.open.load_teacher", lambda *_: pytest.fail("the teacher was loaded"))
     cached = potstill.train(runs.recipe("cached", teachers=[{"cache": str(cache)}])).folder
     for ours, theirs in zip(metrics(cached), metrics(live), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
@@ -152,14 +156,14 @@ def test_verify_loads_the_teacher_as_the_cache_has_it(
     assert "60 were there" in build(command, cache, tiny_teacher, tiny_text)  # and so does a build that goes on
 
 
-@pytest.mark.parametrize("kind", ["hidden", "sampled", "chosen"])
+@pytest.mark.parametrize("kind", ["hidden", "sampled", "token_logprobs"])
 def test_verify_recomputes_every_kind(
     command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path, kind: str
 ) -> None:
     build(command, cache, tiny_teacher, tiny_text, "--kind", kind)
     found = json.loads(command("cache", "verify", cache, "--teacher", tiny_teacher, "--json").out)
     name = {"hidden": "difference_of_hidden_states", "sampled": "share_of_draws_that_differ"}
-    most = {"hidden": 1e-4, "sampled": 0.05, "chosen": 0.6 / 1024}[kind]
+    most = {"hidden": 1e-4, "sampled": 0.05, "token_logprobs": 0.6 / 1024}[kind]
     assert found["compared"] == 32 and found["damage"] == []
     assert found[f"largest_{name.get(kind, 'difference_of_log_probabilities')}"] <= most
 
@@ -247,18 +251,21 @@ def test_info(command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path
             "--k goes with kind top_k, and this cache is of kind sampled",
         ),
         (
-            ["build", *MODEL, "--kind", "hidden", "--draws", "5"],
-            "--draws goes with kind sampled, and this cache is of kind",
+            ["build", *MODEL, "--kind", "hidden", "--num-samples", "5"],
+            "--num-samples goes with kind sampled, and this cache is of kind",
         ),
         (
             ["build", *MODEL, "--kind", "hidden", "--temperature", "2"],
             "--temperature goes with kind top_k, and this cache",
         ),
         (
-            ["build", *MODEL, "--kind", "chosen", "--seed", "5"],
+            ["build", *MODEL, "--kind", "token_logprobs", "--seed", "5"],
             "--seed goes with kind sampled and top_k, and this cache is",
         ),
-        (["build", *MODEL, "--seed", "5"], "--seed is that of draws, and a top_k cache without --rest has none"),
+        (
+            ["build", *MODEL, "--seed", "5"],
+            "--seed is that of draws, and a top_k cache without --tail-samples has none",
+        ),
         (["build", *MODEL, "--teacher", "1"], "--teacher 1 goes with a recipe"),
         (["build", "{recipe}", "--out", "x", "--dtype", "bfloat16"], "--dtype goes with a model and --data"),
         (["build", "{recipe}", "--out", "x", "--prompt-column", "a"], "--prompt-column goes with --data"),
@@ -317,23 +324,23 @@ def test_a_build_that_is_told_to_stop_keeps_what_it_has(
 ) -> None:
     """In the middle: it says so in a line, and the documents computed until then are there."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it without one
-    write, done = Scribe.write, []
+    write, done = CacheWriter.write, []
 
-    def stopped(self: Scribe, examples: list[Any]) -> Any:
+    def stopped(self: CacheWriter, examples: list[Any]) -> Any:
         begun = write(self, examples)
         done.extend(example.key for example in examples)
         if len(done) > 20:
             signal.raise_signal(number)
         return begun
 
-    monkeypatch.setattr(Scribe, "write", stopped)
+    monkeypatch.setattr(CacheWriter, "write", stopped)
     assert threading.current_thread() is threading.main_thread()
     said = command("cache", "build", tiny_teacher, "--data", tiny_text, "--out", cache, "--k", 8, "--batch-tokens", 96)
     assert said.code == code and 20 < len(done) < 60
     assert said.out == "stopped: what was computed until now is kept, and the same command goes on from there\n"
     assert not said.err
     assert set(content(cache)) == set(done)
-    monkeypatch.setattr(Scribe, "write", write)
+    monkeypatch.setattr(CacheWriter, "write", write)
     out = build(command, cache, tiny_teacher, tiny_text, "--batch-tokens", 96)
     assert f"{60 - len(done)} documents added" in out and f"{len(done)} were there" in out
     signal.signal(signal.SIGINT, before)
@@ -343,7 +350,7 @@ def test_what_is_missing_is_added_as_the_error_says(command: Command, runs: Tiny
     """`potstill cache build RECIPE --out DIR` with a recipe that has only the cache: its settings and its teacher are known."""
     lines = [json.loads(line) for line in runs.text.open()]
     some = write_jsonl(runs.folder / "some.jsonl", lines[:40])
-    options = ("--k", 9, "--rest", 4, "--seed", 3, "--temperature", 2, "--temperature", 1, "--piece-bytes", 100)
+    options = ("--k", 9, "--tail-samples", 4, "--seed", 3, "--temperature", 2, "--temperature", 1, "--piece-bytes", 100)
     build(command, cache, runs.teacher, some, *options, "--dtype", "bfloat16")
     before = read_manifest(cache)
     recipe = runs.file("cached", teachers=[{"cache": str(cache)}])
@@ -363,7 +370,7 @@ def test_what_is_missing_is_added_as_the_error_says(command: Command, runs: Tiny
 def test_an_existing_cache_says_the_kind(
     command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path, kind: str
 ) -> None:
-    build(command, cache, tiny_teacher, tiny_text, "--kind", kind, *(("--draws", 7) if kind == "sampled" else ()))
+    build(command, cache, tiny_teacher, tiny_text, "--kind", kind, *(("--num-samples", 7) if kind == "sampled" else ()))
     said = command("cache", "build", tiny_teacher, "--data", tiny_text, "--out", cache)
     assert said.code == 0 and "60 were there" in said.out and f"keeps, {kind}: " in said.out
     said = command("cache", "build", tiny_teacher, "--data", tiny_text, "--out", cache, "--k", 5)
@@ -412,7 +419,7 @@ def test_draws_from_the_rest_are_not_recommended_where_no_loss_can_use_them(
     command: Command, cache: Path, tiny_teacher: Path, tiny_text: Path
 ) -> None:
     said = build(command, cache, tiny_teacher, tiny_text, "--temperature", 2)
-    assert "beyond the top 8 lies" in said and "--rest" not in said
+    assert "beyond the top 8 lies" in said and "--tail-samples" not in said
 
 
 def test_help_names_what_there_is(command: Command) -> None:

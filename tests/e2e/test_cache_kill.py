@@ -19,7 +19,7 @@ import pytest
 from cache_content import content
 from tiny_models import write_jsonl
 
-from potstill.teachers.store import shard_names
+from potstill.cache.store import shard_names
 
 pytestmark = pytest.mark.e2e
 PATIENCE = 400.0
@@ -130,7 +130,7 @@ from pathlib import Path
 import torch
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
 from potstill.models import load_teacher
-from potstill.teachers.build import build
+from potstill.cache.build import build
 
 def hold(_):
     print("computing", flush=True)

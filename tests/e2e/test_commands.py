@@ -20,12 +20,12 @@ from tiny_models import write_jsonl
 from tiny_runs import TinyRuns, lines, steps_on_disk
 
 import potstill as package
-from potstill.cli import app
+from potstill.cli.main import app
+from potstill.cli.unforeseen import Unforeseen, explain, traces_in
 from potstill.config import Recipe
 from potstill.extras import EXTRAS, lacking
 from potstill.training.metrics import Wandb
 from potstill.types import PotstillError
-from potstill.unforeseen import Unforeseen, explain, traces_in
 
 pytestmark = pytest.mark.e2e
 
@@ -116,12 +116,12 @@ def test_quickstart_shows_what_it_promises(command: Command, runs: TinyRuns, mon
     """With a tiny teacher and few steps: the table, both runs, the report, and a line of Python that is true."""
     import transformers
 
-    from potstill import quickstart as module
-    from potstill.recipe import load_recipe as load
+    from potstill.cli import quickstart as module
+    from potstill.config.recipe import load_recipe as load
 
     small = [f"teachers.0.model={runs.teacher}", "data.max_length=64", "eval.data.max_length=64", "eval.examples=8"]
     small += ["data.piece_bytes=120"]
-    small += ["data.sources.0.share=0.002", "student.config.hidden_size=16", "eval.max_new_tokens=4", "eval.every=2"]
+    small += ["data.sources.0.fraction=0.002", "student.config.hidden_size=16", "eval.max_new_tokens=4", "eval.every=2"]
 
     def load_small(recipe: Any, overrides: Any = ()) -> Recipe:
         return load(recipe, [*(small if isinstance(recipe, str) else []), *overrides])

@@ -19,7 +19,7 @@ from potstill.types import PotstillError
 
 pytestmark = pytest.mark.e2e
 
-OWN = {"on_policy": 1.0, "prompt_tokens": 6, "sampling": {"max_new_tokens": 10}}
+OWN = {"on_policy_fraction": 1.0, "prompt_tokens": 6, "sampling": {"max_new_tokens": 10}}
 CHAT = [
     [
         {"role": "user", "content": f"How many are {i} and {i}?"},
@@ -32,11 +32,11 @@ CHAT = [
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "strict": OWN,
-    "mixed, two a prompt": OWN | {"on_policy": 0.5, "num_generations": 2},
+    "mixed, two a prompt": OWN | {"on_policy_fraction": 0.5, "num_generations": 2},
     "several steps a generation": OWN | {"steps_per_generation": 3, "max_staleness": 2, "num_generations": 2},
     "written ahead": OWN | {"max_staleness": 1},
-    "written ahead, several steps": OWN | {"steps_per_generation": 2, "max_staleness": 3, "on_policy": 0.7},
-    "the teacher writes": OWN | {"on_policy": 0.3, "teacher_writes": 0.5},
+    "written ahead, several steps": OWN | {"steps_per_generation": 2, "max_staleness": 3, "on_policy_fraction": 0.7},
+    "the teacher writes": OWN | {"on_policy_fraction": 0.3, "teacher_fraction": 0.5},
 }
 
 
@@ -44,38 +44,40 @@ def final(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / "latest" / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("policy", VARIANTS.values(), ids=VARIANTS)
-def test_interrupted_run_ends_with_the_same_bits(runs: TinyRuns, policy: dict[str, Any]) -> None:
+@pytest.mark.parametrize("rollouts", VARIANTS.values(), ids=VARIANTS)
+def test_interrupted_run_ends_with_the_same_bits(runs: TinyRuns, rollouts: dict[str, Any]) -> None:
     dropout = "student.dropout=0.1"  # so that the random state counts
-    potstill.train(runs.recipe("whole", dropout, policy=policy, loss={"divergence": "reverse_kl"}))
-    broken = runs.recipe("broken", dropout, policy=policy, loss={"divergence": "reverse_kl"})
+    potstill.train(runs.recipe("whole", dropout, rollouts=rollouts, loss={"divergence": "reverse_kl"}))
+    broken = runs.recipe("broken", dropout, rollouts=rollouts, loss={"divergence": "reverse_kl"})
     for step in (1, 4, 7):
         with pytest.raises(Interrupted):
             potstill.train(broken, [InterruptAt(step)])
     potstill.train(broken)
     assert_same_run(runs.folder / "broken", runs.folder / "whole")
     saved = [path.parent.name for path in (runs.folder / "broken").rglob("rollouts.safetensors")]
-    overlaps = policy.get("max_staleness", 0) >= 2 * policy.get("steps_per_generation", 1) - 1
-    assert bool(saved) == (overlaps or policy.get("steps_per_generation", 1) == 3)  # 8 steps end within three
+    overlaps = rollouts.get("max_staleness", 0) >= 2 * rollouts.get("steps_per_generation", 1) - 1
+    assert bool(saved) == (overlaps or rollouts.get("steps_per_generation", 1) == 3)  # 8 steps end within three
 
 
 def test_dropout_is_off_where_the_student_writes_unless_the_recipe_has_it(runs: TinyRuns, capsys: Any) -> None:
     gaps = {}
     for name, dropout in (("default", "null"), ("kept", "0.1"), ("off", "0")):
-        potstill.train(runs.recipe(name, f"student.dropout={dropout}", "train.steps=2", policy=OWN))
-        gaps[name] = [line["behaviour_gap"] for line in metrics(runs.folder / name)]
+        potstill.train(runs.recipe(name, f"student.dropout={dropout}", "train.steps=2", rollouts=OWN))
+        gaps[name] = [line["sampling_logprob_gap"] for line in metrics(runs.folder / name)]
         said = capsys.readouterr().out.splitlines()
         gaps[name].append([line for line in said if line.startswith("student.dropout")])
     assert max(gaps["default"][:2]) < 1e-5 and max(gaps["off"][:2]) < 1e-5
     assert min(gaps["kept"][:2]) > 1e-4
     assert gaps["default"][2] == [
-        "student.dropout: the student is trained with 0 in place of its own 0.1, for it writes without (student.dropout keeps "
+        "student.dropout: the student is trained with 0 in place of its own 0.1, for it writes without "
+        "(student.dropout keeps "
         "it)"
     ]
     assert gaps["off"][2] == ["student.dropout: the student is trained with 0 in place of its own 0.1"]
     assert gaps["kept"][2] == [
-        "student.dropout: 0.1 is on while the student trains and off while it writes, so what it says of its own text differs "
-        "between the two (behaviour_gap): 0 takes the difference away"
+        "student.dropout: 0.1 is on while the student trains and off while it writes, so what it says of its own text "
+        "differs "
+        "between the two (sampling_logprob_gap): 0 takes the difference away"
     ]
     config = json.loads((runs.folder / "default/checkpoints/latest/model/config.json").read_text())
     assert config["attention_dropout"] == 0.0
@@ -86,9 +88,9 @@ def test_dropout_is_off_where_the_student_writes_unless_the_recipe_has_it(runs: 
 
 def test_killed_at_any_moment_it_ends_with_the_same_bits(runs: TinyRuns) -> None:
     options = ["train.steps=40", "checkpoint.every=3", "checkpoint.keep=3", "student.dropout=0.1"]
-    policy = VARIANTS["written ahead, several steps"]
-    undisturbed = potstill.train(runs.recipe("whole", *options, policy=policy)).folder
-    recipe = runs.file("killed", *options, policy=policy)
+    rollouts = VARIANTS["written ahead, several steps"]
+    undisturbed = potstill.train(runs.recipe("whole", *options, rollouts=rollouts)).folder
+    recipe = runs.file("killed", *options, rollouts=rollouts)
     run = runs.folder / "killed"
     for steps in (4, 10, 15, 20):  # far from the end: a busy machine looks late
         process = Process(recipe, run)
@@ -101,11 +103,11 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(runs: TinyRuns) -> None
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_any_split_into_micro_batches_takes_the_same_steps(runs: TinyRuns, packing: bool) -> None:
-    policy = OWN | {"on_policy": 0.5, "num_generations": 2}
+    rollouts = OWN | {"on_policy_fraction": 0.5, "num_generations": 2}
     found = []
     for micro in (1, 2, 4):
         options = [f"train.micro_batch_size={micro}", f"data.packing={str(packing).lower()}", "train.steps=3"]
-        run = potstill.train(runs.recipe(f"micro-{micro}", *options, policy=policy)).folder
+        run = potstill.train(runs.recipe(f"micro-{micro}", *options, rollouts=rollouts)).folder
         found.append(final(run))
     for other in found[1:]:
         for name, tensor in found[0].items():
@@ -113,9 +115,11 @@ def test_any_split_into_micro_batches_takes_the_same_steps(runs: TinyRuns, packi
 
 
 def test_the_log_tells_what_was_written(runs: TinyRuns) -> None:
-    run = potstill.train(runs.recipe("run", policy=OWN)).folder
+    run = potstill.train(runs.recipe("run", rollouts=OWN)).folder
     for line in lines(run / "metrics.jsonl"):
-        assert line["rollout_length"] == 10.0 and line["rollout_cut"] == 1.0 and line["rollout_eos"] == 0.0
+        assert (
+            line["rollout_length"] == 10.0 and line["completions_clipped"] == 1.0 and line["completions_ended"] == 0.0
+        )
         assert (
             line["rollout_tokens_per_second"] > 0 and 0 < line["rollout_distinct_1"] <= line["rollout_distinct_2"] <= 1
         )
@@ -130,12 +134,12 @@ def test_chats_and_prompts_are_answered(runs: TinyRuns, tmp_path: Path) -> None:
         ("asked", {"files": str(asked), "prompt": "q"}),
     ):
         data = {"sources": [source], "max_length": 96}
-        run = potstill.train(runs.recipe(name, "train.epochs=1", "train.steps=null", policy=OWN, data=data))
+        run = potstill.train(runs.recipe(name, "train.epochs=1", "train.steps=null", rollouts=OWN, data=data))
         assert run.step == run.total_steps == 3 and run.counts["written_examples"] == 12
         assert run.counts["supervised_tokens"] == run.counts["written_tokens"] == 120
 
 
-@pytest.mark.parametrize("method", ["spelled", "shared", "projection", "chunk", "uld"])
+@pytest.mark.parametrize("method", ["prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld"])
 def test_a_teacher_with_other_tokens_corrects_what_the_student_wrote(
     runs: TinyRuns, tmp_path: Path, method: str, other_teacher: Path
 ) -> None:
@@ -144,8 +148,8 @@ def test_a_teacher_with_other_tokens_corrects_what_the_student_wrote(
     run = potstill.train(
         runs.recipe(
             method,
-            policy=OWN | {"on_policy": 0.5, "teacher_writes": 0.25},
-            teachers=[{"model": str(other_teacher), "across": {"method": method}}],
+            rollouts=OWN | {"on_policy_fraction": 0.5, "teacher_fraction": 0.25},
+            teachers=[{"model": str(other_teacher), "cross_tokenizer": {"method": method}}],
             data={"sources": sources, "max_length": 96, "shuffle_buffer": 32},
         )
     ).folder
@@ -171,23 +175,23 @@ def other_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_teacher_that_cannot_write_is_told_of(runs: TinyRuns) -> None:
-    policy = OWN | {"on_policy": 0.0, "teacher_writes": 1.0}
+    rollouts = OWN | {"on_policy_fraction": 0.0, "teacher_fraction": 1.0}
     with pytest.raises(PotstillError, match="a cache alone cannot know fresh text"):
-        runs.recipe("x", policy=policy, teachers=[{"cache": "nowhere"}])
+        runs.recipe("x", rollouts=rollouts, teachers=[{"cache": "nowhere"}])
 
 
 @pytest.mark.parametrize("name", ["on-policy", "mixed", "sequence-level"])
 def test_the_recipes_run_on_what_ships(command: Any, tmp_path: Path, name: str) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / f"{name}.yaml"
-    short = ["train.steps=3", "train.batch_size=4", "train.micro_batch_size=2", "policy.sampling.max_new_tokens=12"]
-    evaluation = ["eval.examples=4", "eval.own_texts=2", "eval.max_new_tokens=4", "log.tensorboard=false"]
+    short = ["train.steps=3", "train.batch_size=4", "train.micro_batch_size=2", "rollouts.sampling.max_new_tokens=12"]
+    evaluation = ["eval.examples=4", "eval.on_policy_samples=2", "eval.max_new_tokens=4", "log.tensorboard=false"]
     said = command("train", recipe, f"run={tmp_path / 'run'}", *short, *evaluation)
     assert said.code == 0, said.err
     found = lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["rollout_length"] for line in found if "rollout_length" in line] and len(found) == 3
     assert found[-1]["kd"] > 0
     (evaluated,) = lines(tmp_path / "run" / "evals.jsonl")
-    assert evaluated["own_reverse_kl"] > 0 and "reverse KL on its own text" in said.out
+    assert evaluated["on_policy_reverse_kl"] > 0 and "reverse KL on its own text" in said.out
 
 
 def test_by_drawn_tokens_what_older_weights_drew_is_corrected(runs: TinyRuns) -> None:
@@ -199,33 +203,34 @@ def test_by_drawn_tokens_what_older_weights_drew_is_corrected(runs: TinyRuns) ->
             "train.batch_size=16",
             "train.micro_batch_size=16",
             "log.stat_rows=512",
-            policy=OWN | {"max_staleness": 1},
-            loss={"divergence": "sampled_reverse_kl", "ratio_clip": 4.0},
+            rollouts=OWN | {"max_staleness": 1},
+            loss={"divergence": "policy_gradient_kl", "ratio_clip": 4.0},
         )
     ).folder
     found = lines(run / "metrics.jsonl")
     assert {line["rollout_staleness"] for line in found} == {0, 1}
     assert all(line["advantage"] < 0 for line in found)  # minus the reverse KL, but for chance
     assert (
-        all(0 < line["ratio_mean"] < 4 for line in found) and 5 * found[0]["behaviour_gap"] < found[1]["behaviour_gap"]
+        all(0 < line["ratio_mean"] < 4 for line in found)
+        and 5 * found[0]["sampling_logprob_gap"] < found[1]["sampling_logprob_gap"]
     )
 
 
 def test_a_run_that_goes_on_with_other_settings_says_what_cannot_be(runs: TinyRuns) -> None:
     three = OWN | {"steps_per_generation": 3, "max_staleness": 2}
-    potstill.train(runs.recipe("run", "train.steps=4", policy=three))
-    anyway = ["train.steps=6", "checkpoint.resume=anyway"]
+    potstill.train(runs.recipe("run", "train.steps=4", rollouts=three))
+    anyway = ["train.steps=6", "checkpoint.resume=force"]
     with pytest.raises(
-        PotstillError, match=r"within a generation that was written with other settings \(policy.num_gen"
+        PotstillError, match=r"within a generation that was written with other settings \(rollouts.num_gen"
     ):
-        potstill.train(runs.recipe("run", *anyway, policy=three | {"num_generations": 2}))
+        potstill.train(runs.recipe("run", *anyway, rollouts=three | {"num_generations": 2}))
     with pytest.raises(PotstillError, match=r"the text of the run in .* is written, and the recipe's is not"):
         potstill.train(runs.recipe("run", *anyway))
-    potstill.train(runs.recipe("run", *anyway, policy=three))
+    potstill.train(runs.recipe("run", *anyway, rollouts=three))
     assert [line["step"] for line in metrics(runs.folder / "run")] == [1, 2, 3, 4, 5, 6]
     potstill.train(runs.recipe("read", "train.steps=2"))
     with pytest.raises(PotstillError, match=r"the text of the run in .* is not written, and the recipe's is"):
-        potstill.train(runs.recipe("read", *anyway, policy=OWN))
+        potstill.train(runs.recipe("read", *anyway, rollouts=OWN))
 
 
 @pytest.mark.parametrize("call", [5, 6])
@@ -245,13 +250,13 @@ def test_an_error_of_a_teacher_ends_a_run_with_its_steps_saved(
 
     calls: list[Any] = []
     dropout = "student.dropout=0.1"
-    potstill.train(runs.recipe("whole", dropout, policy=OWN))
+    potstill.train(runs.recipe("whole", dropout, rollouts=OWN))
     monkeypatch.setattr(LiveTeacher, "targets", targets)
     options = [dropout, "checkpoint.every=null"]
     with pytest.raises(PotstillError, match="the teacher is gone; the run is saved at step 2"):
-        potstill.train(runs.recipe("run", *options, policy=OWN))
+        potstill.train(runs.recipe("run", *options, rollouts=OWN))
     monkeypatch.undo()
-    potstill.train(runs.recipe("run", *options, policy=OWN))
+    potstill.train(runs.recipe("run", *options, rollouts=OWN))
     assert_same_run(runs.folder / "run", runs.folder / "whole")  # also what dropout had drawn of the third
 
 
@@ -270,10 +275,10 @@ def test_an_error_between_steps_leaves_the_random_state_where_it_is(
 
     calls: list[Any] = []
     dropout = "student.dropout=0.1"
-    potstill.train(runs.recipe("whole", dropout, policy=OWN))
+    potstill.train(runs.recipe("whole", dropout, rollouts=OWN))
     monkeypatch.setattr(TransformersEngine, "generate", failing)
     with pytest.raises(PotstillError, match="it cannot write; the run is saved at step 3"):
-        potstill.train(runs.recipe("run", dropout, "checkpoint.every=null", policy=OWN))
+        potstill.train(runs.recipe("run", dropout, "checkpoint.every=null", rollouts=OWN))
     monkeypatch.undo()
-    potstill.train(runs.recipe("run", dropout, "checkpoint.every=null", policy=OWN))
+    potstill.train(runs.recipe("run", dropout, "checkpoint.every=null", rollouts=OWN))
     assert_same_run(runs.folder / "run", runs.folder / "whole")

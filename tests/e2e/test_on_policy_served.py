@@ -15,24 +15,24 @@ import potstill
 
 pytestmark = pytest.mark.e2e
 
-POLICY = {"on_policy": 0.6, "prompt_tokens": 6, "sampling": {"max_new_tokens": 8}, "num_generations": 2}
+ROLLOUTS = {"on_policy_fraction": 0.6, "prompt_tokens": 6, "sampling": {"max_new_tokens": 8}, "num_generations": 2}
 
 
-def recipe(runs: TinyRuns, name: str, server: Served, *options: str, **policy: Any) -> Path:
+def recipe(runs: TinyRuns, name: str, server: Served, *options: str, **rollouts: Any) -> Path:
     student = runs.recipe("x").student.model_dump(by_alias=True)
     student["config"]["attention_dropout"] = 0.0  # what a step that was not finished drew of it is not put back
     teacher = {"server": server.address, "remote": {"kind": "top_k", "k": 16}}
-    return runs.file(name, *options, student=student, teachers=[teacher], policy=POLICY | policy)
+    return runs.file(name, *options, student=student, teachers=[teacher], rollouts=ROLLOUTS | rollouts)
 
 
 @pytest.mark.parametrize("generations", [1, 2])
 def test_a_run_that_waits_for_its_server_ends_when_told_and_goes_on_later(runs: TinyRuns, generations: int) -> None:
     options = ["train.steps=80", "checkpoint.every=null"]
-    policy = {"steps_per_generation": generations, "max_staleness": generations - 1}
+    rollouts = {"steps_per_generation": generations, "max_staleness": generations - 1}
     # A document a pass: in whatever order requests come in, its numbers are the same to the last bit.
     with Served(runs.teacher, "--batch-tokens", 1) as server:
-        undisturbed = potstill.train(recipe(runs, "whole", server, *options, **policy)).folder
-        process = Process(recipe(runs, "waits", server, *options, **policy), runs.folder / "waits")
+        undisturbed = potstill.train(recipe(runs, "whole", server, *options, **rollouts)).folder
+        process = Process(recipe(runs, "waits", server, *options, **rollouts), runs.folder / "waits")
         process.wait_for(lambda: process.steps() >= 3)
         server.kill()
         process.wait_for(lambda: "waiting for the server" in process.said())
@@ -42,5 +42,5 @@ def test_a_run_that_waits_for_its_server_ends_when_told_and_goes_on_later(runs: 
         (saved,) = steps_on_disk(runs.folder / "waits")
         assert saved == len(lines(runs.folder / "waits" / "metrics.jsonl")) >= 3
         server.restart()
-        potstill.train(recipe(runs, "waits", server, *options, **policy))
+        potstill.train(recipe(runs, "waits", server, *options, **rollouts))
     assert_same_run(runs.folder / "waits", undisturbed)

@@ -14,7 +14,7 @@ from tiny_runs import LLAMA, TinyRuns, assert_same_run, lines, metrics, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import potstill
-from potstill.recipe import load_recipe
+from potstill.config.recipe import load_recipe
 from potstill.shipped import locate
 from potstill.training import loop
 from potstill.training.run import Callback, Run
@@ -168,7 +168,7 @@ def test_schedules_are_followed_and_told(runs: TinyRuns) -> None:
         "kd_weight": {"start": 1.0, "end": 0.0},
         "ce_weight": {"start": 0.0, "end": 1.0, "shape": "cosine"},
     }
-    train = {"steps": 5, "batch_size": 2, "lr_schedule": {"shape": "linear", "warmup": 1, "floor": 0.0}}
+    train = {"steps": 5, "batch_size": 2, "lr_schedule": {"shape": "linear", "warmup_steps": 1, "min_lr_ratio": 0.0}}
     run = potstill.train(runs.recipe("run", loss=loss, train=train))
     steps = metrics(run.folder)
     assert [line["temperature"] for line in steps] == [4.0, 2.5, 1.0, 1.0, 1.0]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from potstill.cli import app
-from potstill.recipe import load_recipe
+from potstill.cli.main import app
+from potstill.config.recipe import load_recipe
 from potstill.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ QUICK = [
 def shorter(words: list[str]) -> list[str]:
     """The same command with a few steps and examples. One that sets train.steps itself is given one step more."""
     command = words[0]
-    some = ["data.sources.0.share=0.001"]  # of what a teacher would have to read
+    some = ["data.sources.0.fraction=0.001"]  # of what a teacher would have to read
     if words[:2] == ["cache", "build"]:
         return [*words, *some]
     if command == "train":

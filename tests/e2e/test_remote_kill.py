@@ -15,9 +15,9 @@ from tiny_models import make_model
 from tiny_runs import TinyRuns, metrics, steps_on_disk
 
 import potstill
-from potstill.teachers import connection
-from potstill.teachers.inspect import verify
-from potstill.teachers.store import Cache
+from potstill.cache.store import Cache
+from potstill.cache.verify import verify
+from potstill.serving import http as connection
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
 
@@ -52,7 +52,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def teacher_of(server: Served, **keys: Any) -> list[dict[str, Any]]:
-    remote = {"patience": 120.0} | ({} if keys else {"kind": "hidden"})
+    remote = {"retry_timeout": 120.0} | ({} if keys else {"kind": "hidden"})
     return [{"server": server.address, "remote": remote, **keys}]
 
 
@@ -89,13 +89,13 @@ def test_it_comes_back_as_another(runs: TinyRuns, said: list[str], tmp_path: Pat
 
 
 def test_it_never_comes_back(runs: TinyRuns, said: list[str]) -> None:
-    """The run stops when its patience ends; the same command goes on where it stopped."""
+    """The run stops when its retry_timeout ends; the same command goes on where it stopped."""
     train = {"steps": 12, "batch_size": 4, "micro_batch_size": 2, "optimizer": {"lr": 1e-2}}
     with Served(runs.teacher) as server:
-        remote = {"kind": "hidden", "patience": 1.0}
+        remote = {"kind": "hidden", "retry_timeout": 1.0}
         teachers = [{"server": server.address, "remote": remote}]
         recipe = runs.recipe("gone", teachers=teachers, train=train, checkpoint={"every": 1})
-        with pytest.raises(PotstillError, match=r"given up after \d+ s \(teachers\[0\]\.remote\.patience\)"):
+        with pytest.raises(PotstillError, match=r"given up after \d+ s \(teachers\[0\]\.remote\.retry_timeout\)"):
             potstill.train(recipe, [KillAt(server, 3, said, lambda: None)])
         server.restart()
         assert potstill.train(recipe).step == 12

@@ -84,7 +84,7 @@ class Opened:
         return drawn.evaluate_all("all => all.map(p => p.getAttribute('d'))")
 
     def next_frame(self) -> None:
-        """Until what was asked for is drawn. (Waiting for an expression is eval, which the page's policy forbids.)"""
+        """Until what was asked for is drawn. (Waiting for an expression is eval, which the page's rollouts forbids.)"""
         self.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def hover(self, title: str, share: float) -> dict[str, list[str]]:

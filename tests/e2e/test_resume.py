@@ -18,8 +18,8 @@ from tiny_runs import InterruptAt, Interrupted, TinyRuns, assert_same_run, lines
 
 import potstill
 from potstill import files
+from potstill.config.recipe import load_recipe
 from potstill.data import pipeline
-from potstill.recipe import load_recipe
 from potstill.training import checkpoint, state
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
@@ -87,7 +87,7 @@ def test_a_student_with_weights_that_never_have_a_gradient_goes_on(runs: TinyRun
 def test_mixture_goes_on_in_its_place(runs: TinyRuns, tmp_path: Path) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", [{"body": f"Another text, number {i}."} for i in range(7)])
     sources = [
-        {"files": str(runs.text), "weight": 1.0, "share": 0.8},
+        {"files": str(runs.text), "weight": 1.0, "fraction": 0.8},
         {"files": str(other), "text": "body", "weight": 3.0},
     ]
     data = {"sources": sources, "max_length": 64, "packing": False, "shuffle_buffer": 5}
@@ -107,7 +107,7 @@ def test_data_that_became_less_is_an_error(runs: TinyRuns) -> None:
     text.write_text("".join(text.read_text().splitlines(keepends=True)[:30]))
     with pytest.raises(PotstillError, match=r"data\.sources\[0\] is not what the run began with"):
         potstill.train(recipe)
-    anyway = load_recipe(recipe, ["checkpoint.resume=anyway"])
+    anyway = load_recipe(recipe, ["checkpoint.resume=force"])
     with pytest.raises(
         PotstillError, match=r"data: it ended after step \d+ of \d+: there is less of it than when the run"
     ):
@@ -297,20 +297,20 @@ def test_a_used_folder_is_not_run_with_other_settings(runs: TinyRuns, command: C
     changed = command("train", recipe, "train.optimizer.lr=0.5", "data.packing=false", "log.every=1", "train.steps=3")
     assert changed.code == 1
     assert "holds a run with other settings (data.packing: True → False; train.optimizer.lr: 0.01 → 0.5)" in changed.err
-    assert "run=" in changed.err and "checkpoint.resume=anyway" in changed.err
+    assert "run=" in changed.err and "checkpoint.resume=force" in changed.err
     assert len(changed.err.splitlines()) == 1
 
     never = command("train", recipe, "checkpoint.resume=never")
     assert never.code == 1 and "holds a run already and checkpoint.resume is never" in never.err
     assert weights(runs.folder / "run") == before
 
-    anyway = command("train", recipe, "train.optimizer.lr=0.5", "train.steps=3", "checkpoint.resume=anyway")
+    anyway = command("train", recipe, "train.optimizer.lr=0.5", "train.steps=3", "checkpoint.resume=force")
     assert anyway.code == 0 and "going on at step 2 of 3" in anyway.out
     steps = lines(runs.folder / "run" / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert steps[-1]["lr"] == pytest.approx(0.1 * 0.5)  # the new one, at the end of its schedule
 
-    other = command("train", recipe, "student.config.hidden_size=32", "train.steps=4", "checkpoint.resume=anyway")
+    other = command("train", recipe, "student.config.hidden_size=32", "train.steps=4", "checkpoint.resume=force")
     assert other.code == 1 and "does not fit this recipe's student and optimizer" in other.err
     assert len(other.err.splitlines()) == 1
     # What could not run has left no trace: the settings of before are still the run's.

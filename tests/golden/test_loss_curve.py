@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from potstill import train
-from potstill.recipe import load_recipe
+from potstill.config.recipe import load_recipe
 from potstill.shipped import locate
 
 CURVE = Path(__file__).parent / "quickstart.json"

@@ -54,7 +54,7 @@ class Ended:
 
 def _command(*words: str) -> int:
     """The command line, from its arguments to its exit code."""
-    from potstill.cli import main
+    from potstill.cli.main import main
 
     sys.argv = ["potstill", *words]
     try:
@@ -90,13 +90,13 @@ WANTED = [
     "torch.utils.tensorboard",
     "transformers.models.llama.modeling_llama",
     "transformers.generation",
-    "potstill.cli",
+    "potstill.cli.main",
     "potstill.evals.command",
     "potstill.report",
-    "potstill.teachers.command",
-    "potstill.teachers.imports",
-    "potstill.teachers.convert",
-    "potstill.teachers.server",
+    "potstill.cache.command",
+    "potstill.cache.imports",
+    "potstill.cache.convert",
+    "potstill.serving.server",
     "potstill.training.loop",
     "potstill.rollouts.transformers",
 ]

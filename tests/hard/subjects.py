@@ -15,8 +15,8 @@ from typing import Any
 
 import potstill
 from potstill.config import DataConfig
+from potstill.config.recipe import checked, load_recipe, recipe_yaml
 from potstill.models import load_tokenizer
-from potstill.recipe import checked, load_recipe, recipe_yaml
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
 
@@ -68,14 +68,14 @@ def _tokenizer() -> Any:
 
 def read_data(section: str) -> None:
     """All records of a `data` section, as tokens."""
-    from potstill.data import Windows
+    from potstill.data import StepBatches
 
     keys = json.loads(section)
     tokenizer = _tokenizer()
     if (template := keys.pop("template", None)) is not None:
         tokenizer.chat_template = template
     data = checked(DataConfig, {"max_length": 64, "shuffle": False, **keys}, "data")
-    windows = Windows(data, tokenizer, batch_size=4, micro_batch_size=4, seed=0, epochs=1)
+    windows = StepBatches(data, tokenizer, batch_size=4, micro_batch_size=4, seed=0, epochs=1)
     for _ in windows:
         pass
 

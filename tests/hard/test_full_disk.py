@@ -49,8 +49,8 @@ def _when_full(
 def test_full_disk(runs: TinyRuns, forge: Forge, small_disk: Path | None) -> None:
     campaign = Campaign("full disk", 90)
     campaign.facts["way"] = "a small tmpfs" if small_disk is not None else "a limit on the size of files"
-    writes = {"on_policy": 0.7, "prompt_tokens": 6, "sampling": {"max_new_tokens": 8}}
-    recipes = {"live": runs.file("live"), "on-policy": runs.file("on-policy", policy=writes)}
+    writes = {"on_policy_fraction": 0.7, "prompt_tokens": 6, "sampling": {"max_new_tokens": 8}}
+    recipes = {"live": runs.file("live"), "on-policy": runs.file("on-policy", rollouts=writes)}
     build = ["--k", 8, "--batch-tokens", 40, "--shard-seconds", 0]
     base = ["cache", "build", runs.teacher, "--data", runs.text]
     for recipe in recipes.values():

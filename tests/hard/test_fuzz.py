@@ -28,9 +28,9 @@ from mutations import BYTES, ODD, changed, copied, files_in, hurt
 from served import Served
 from tiny_runs import TinyRuns
 
-from potstill.recipe import recipe_yaml
-from potstill.teachers.codec import Format
-from potstill.teachers.wire import Question, read_answer, write_question
+from potstill.cache.codec import Format
+from potstill.config.recipe import recipe_yaml
+from potstill.serving.protocol import Question, read_answer, write_question
 from potstill.types import Example
 
 MEMORY_MB = 4000
@@ -353,7 +353,7 @@ def _liar(origin: str) -> Iterator[SimpleNamespace]:
 
 def _answers(runs: TinyRuns, forge: Forge, liar: SimpleNamespace) -> Fuzzed:
     """What a client makes of a server that lies, or is broken."""
-    remotes = [{"kind": "top_k", "k": 4}, {"kind": "hidden"}, {"kind": "chosen"}]
+    remotes = [{"kind": "top_k", "k": 4}, {"kind": "hidden"}, {"kind": "token_logprobs"}]
 
     def lie(numbers: random.Random) -> tuple[Callable[[bytes], bytes], str]:
         what = numbers.choice(list(BYTES))
@@ -376,7 +376,7 @@ def _answers(runs: TinyRuns, forge: Forge, liar: SimpleNamespace) -> Fuzzed:
             )
         liar.lies.path_changed, liar.lies.change = path, staticmethod(change)
         liar.lies.status = numbers.choice([None] * 8 + [204, 301, 400, 404, 429])
-        remote = {**numbers.choice(remotes), "patience": 0.5, "timeout": 20.0}
+        remote = {**numbers.choice(remotes), "retry_timeout": 0.5, "timeout": 20.0}
         if path == "/head":
             remote["kind"] = "hidden"
             remote.pop("k", None)

@@ -16,9 +16,9 @@ from tiny_runs import TinyRuns, metrics, steps_on_disk, weights
 from potstill.files import damage
 
 OPTIONS = ["train.steps=16", "checkpoint.every=2"]
-WRITES = {"on_policy": 0.7, "prompt_tokens": 6, "sampling": {"max_new_tokens": 8}}
+WRITES = {"on_policy_fraction": 0.7, "prompt_tokens": 6, "sampling": {"max_new_tokens": 8}}
 # Whose lines are counted: half of the kills come at one of them, on whatever thread it is
-WRITERS = ("potstill.files", "potstill.training.checkpoint", "potstill.training.metrics", "potstill.teachers.store")
+WRITERS = ("potstill.files", "potstill.training.checkpoint", "potstill.training.metrics", "potstill.cache.store")
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def _subjects(runs: TinyRuns) -> dict[str, Killed]:
     return {
         "live": trained(),
         "evaluated": trained("log.tensorboard=true", "train.optimizer.name=muon", eval=runs.evaluation(every=4)),
-        "on-policy": trained(policy=WRITES, loss={"divergence": "reverse_kl"}),
-        "written ahead": trained(policy=ahead),
+        "on-policy": trained(rollouts=WRITES, loss={"divergence": "reverse_kl"}),
+        "written ahead": trained(rollouts=ahead),
         "cache beside": trained(teachers=beside, same=_nearly_same_run),
         "cache build": Killed(
             build,

@@ -17,8 +17,8 @@ from mutations import BYTES
 from served import Served
 from tiny_runs import TinyRuns
 
-from potstill.teachers.codec import Format
-from potstill.teachers.wire import Question, read_answer, write_question
+from potstill.cache.codec import Format
+from potstill.serving.protocol import Question, read_answer, write_question
 from potstill.types import Example
 
 SECONDS = 300

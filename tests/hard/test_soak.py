@@ -10,7 +10,7 @@ from campaign import Campaign, Forge
 from tiny_runs import TinyRuns
 
 MOST_MB = 6.0  # by which the memory of a run may be larger in its last quarter than in its second
-WRITES = {"on_policy": 0.7, "prompt_tokens": 6, "sampling": {"max_new_tokens": 8}}
+WRITES = {"on_policy_fraction": 0.7, "prompt_tokens": 6, "sampling": {"max_new_tokens": 8}}
 
 
 def test_soak(runs: TinyRuns, forge: Forge) -> None:
@@ -22,7 +22,7 @@ def test_soak(runs: TinyRuns, forge: Forge) -> None:
     kinds: dict[str, tuple[int, dict[str, Any]]] = {
         "live": (400, {"eval": runs.evaluation(every=5)}),
         "cached": (300, {"teachers": [{"cache": str(cache)}]}),
-        "on-policy": (300, {"policy": WRITES}),
+        "on-policy": (300, {"rollouts": WRITES}),
     }
     for kind, (whole, sections) in kinds.items():
         steps = max(60, campaign.scaled(whole) // 10 * 10)

@@ -7,11 +7,11 @@ from typing import Any
 
 from tiny_models import write_jsonl
 
+from potstill.cache.build import build
 from potstill.config import DataConfig, LossConfig, StoreConfig
-from potstill.data import Windows
+from potstill.data import StepBatches
 from potstill.models import LanguageModel
-from potstill.teachers.build import build
-from potstill.teachers.weighing import ask
+from potstill.teachers.combine import ask
 from potstill.training.student import LossKnobs, StudentLoss
 
 KD = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
@@ -52,7 +52,7 @@ def data_of(files: Path, *kinds: str, **changes: Any) -> DataConfig:
 
 
 def batches_of(data: DataConfig, student: LanguageModel, seed: int = 0, rows: int = 4):
-    windows = Windows(data, student.tokenizer, batch_size=rows, micro_batch_size=rows, seed=seed, epochs=1)
+    windows = StepBatches(data, student.tokenizer, batch_size=rows, micro_batch_size=rows, seed=seed, epochs=1)
     return [batch for window in windows for batch in window.batches]
 
 

@@ -9,12 +9,12 @@ import torch
 from taught import answers
 from tiny import CPU, LLAMA, batch_of, tiny
 
-from potstill.config import AcrossConfig, StudentConfig
+from potstill.config import CrossTokenizerConfig, StudentConfig
 from potstill.data import Encoder, Piece
 from potstill.models import load_student, shared_ids
-from potstill.teachers.aligned import AlignedTeacher
+from potstill.teachers.cross_tokenizer import AlignedTeacher
 from potstill.teachers.live import LiveTeacher
-from potstill.teachers.pairing import Pairing
+from potstill.teachers.tokenizer_pair import TokenizerPair
 from potstill.training.student import LossKnobs, StudentLoss
 
 KNOBS = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 0.8, 0.3)
@@ -46,11 +46,11 @@ def teacher():
 
 
 def aligned(student, teacher, method, **options):
-    across = AcrossConfig(method=method)
-    return AlignedTeacher(teacher, Pairing(student.tokenizer, teacher.tokenizer, across), "teacher", **options)
+    across = CrossTokenizerConfig(method=method)
+    return AlignedTeacher(teacher, TokenizerPair(student.tokenizer, teacher.tokenizer, across), "teacher", **options)
 
 
-@pytest.mark.parametrize("method", ["spelled", "shared", "projection"])
+@pytest.mark.parametrize("method", ["prefix_marginal", "common_vocab", "projection"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_with_the_same_tokenizer_it_is_the_plain_divergence(teacher, method, temperature):
     student = tiny(0)
@@ -63,7 +63,7 @@ def test_with_the_same_tokenizer_it_is_the_plain_divergence(teacher, method, tem
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["spelled", "shared", "projection", "chunk", "uld"])
+@pytest.mark.parametrize("method", ["prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld"])
 def test_another_tokenizer_and_any_split(teacher, method):
     """Packed or not, in one micro-batch or four; with texts that end and texts that go on in another piece."""
     student = load_student(StudentConfig(config=LLAMA, tokenizer="shipped:tokenizers/pieces-1k"), CPU, 0)

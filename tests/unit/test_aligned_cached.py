@@ -15,19 +15,19 @@ from tiny import CPU, LLAMA, batch_of
 from tiny_models import make_model, write_jsonl
 
 import potstill
-from potstill.config import AcrossConfig, DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
+from potstill.cache.build import build
+from potstill.config import CrossTokenizerConfig, DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
 from potstill.data import Encoder, Piece
 from potstill.losses import DIVERGENCES
 from potstill.models import LanguageModel, load_student, load_teacher
-from potstill.teachers.aligned import AlignedCached, AlignedTeacher
-from potstill.teachers.build import build
-from potstill.teachers.pairing import Pairing, kept_chunks
-from potstill.teachers.several import open_teachers
+from potstill.teachers.cross_tokenizer import AlignedCached, AlignedTeacher
+from potstill.teachers.open import open_teachers
+from potstill.teachers.tokenizer_pair import TokenizerPair, kept_chunks
 from potstill.training.metrics import Coverage
 from potstill.types import PotstillError
 
 PIECES = "shipped:tokenizers/pieces-1k"
-METHODS = ("spelled", "shared", "projection", "chunk", "uld")
+METHODS = ("prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld")
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def opened(student: LanguageModel, data: DataConfig, config: dict[str, Any], **l
 
 
 def both(teacher, student, data, cache, across, **loss):
-    live = opened(student, data, {"model": teacher.model.name_or_path, "across": across}, **loss)
-    cached = opened(student, data, {"cache": str(cache), "across": across}, **loss)
+    live = opened(student, data, {"model": teacher.model.name_or_path, "cross_tokenizer": across}, **loss)
+    cached = opened(student, data, {"cache": str(cache), "cross_tokenizer": across}, **loss)
     assert isinstance(live, AlignedTeacher) and isinstance(cached, AlignedCached)
     return live, cached
 
@@ -108,14 +108,14 @@ def test_all_entries_of_a_top_k_cache_give_the_live_loss_within_quantisation(bui
 def test_few_entries_are_a_divergence_too(built, student, data, method):
     """Never below 0, with the text's own token among the entries or in the rest."""
     batches = batches_of(data, student)
-    cached = opened(student, data, {"cache": str(built(kind="top_k", k=8)), "across": {"method": method}})
+    cached = opened(student, data, {"cache": str(built(kind="top_k", k=8)), "cross_tokenizer": {"method": method}})
     loss, gradients = step(student, batches, answers(cached, batches))
     assert loss > 0.02 and all(g.isfinite().all() for g in gradients.values())
 
 
 def test_likelihoods_alone_serve_the_method_chunk(built, teacher, student, data):
     batches = batches_of(data, student)
-    live, cached = both(teacher, student, data, built(kind="chosen"), {"method": "chunk"})
+    live, cached = both(teacher, student, data, built(kind="token_logprobs"), {"method": "span_likelihood"})
     loss, gradients = step(student, batches, answers(cached, batches))
     expected, live_gradients = step(student, batches, answers(live, batches))
     assert loss == pytest.approx(expected, rel=1e-3)
@@ -137,12 +137,22 @@ def test_a_model_beside_the_cache_fills_it(built, teacher, student, data, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("store", "across", "loss", "says"),
+    ("store", "cross_tokenizer", "loss", "says"),
     [
         ({"kind": "sampled"}, {}, {}, r"the cache holds draws of the teacher's own tokens"),
-        ({"kind": "chosen"}, {}, {}, r"only how likely .* top_k or hidden, or learn from it with across.method: chunk"),
+        (
+            {"kind": "token_logprobs"},
+            {},
+            {},
+            r"only how likely .* top_k or hidden, or learn from it with cross_tokenizer.method: span_likelihood",
+        ),
         ({"kind": "top_k", "k": 8}, {}, {"temperature": 2.0}, r"loss.temperature is 2; the cache has the likelihoods"),
-        ({"kind": "hidden"}, {"method": "chunk"}, {"temperature": 2.0}, r"is 2; the method chunk compares likelihoods"),
+        (
+            {"kind": "hidden"},
+            {"method": "span_likelihood"},
+            {"temperature": 2.0},
+            r"is 2; the method chunk compares likelihoods",
+        ),
         (
             {"kind": "hidden"},
             {},
@@ -154,9 +164,14 @@ def test_a_model_beside_the_cache_fills_it(built, teacher, student, data, tmp_pa
 )
 def test_what_a_cache_cannot_serve_is_refused(built, teacher, student, data, tmp_path, store, across, loss, says):
     with pytest.raises(PotstillError, match=says) as caught:
-        opened(student, data, {"cache": str(built(**store)), "across": across}, **loss)
+        opened(student, data, {"cache": str(built(**store)), "cross_tokenizer": across}, **loss)
     assert str(caught.value).startswith("teachers[0].cache: ")
-    beside = {"model": teacher.model.name_or_path, "cache": str(tmp_path / "new"), "store": store, "across": across}
+    beside = {
+        "model": teacher.model.name_or_path,
+        "cache": str(tmp_path / "new"),
+        "store": store,
+        "cross_tokenizer": across,
+    }
     with pytest.raises(PotstillError, match=says):
         opened(student, data, beside, **loss)
     assert not (tmp_path / "new").exists()
@@ -170,7 +185,7 @@ def test_a_missing_document_is_named(built, student, data, tmp_path):
     with pytest.raises(PotstillError, match=r"has no document .*more.jsonl.*1 of the 1 documents of data"):
         answers(cached, batches_of(other, student))
     skipping = opened(student, other, {"cache": str(built(kind="hidden")), "on_missing": "skip"})
-    assert skipping.lacks(batches_of(other, student)[0]) == [0]
+    assert skipping.missing(batches_of(other, student)[0]) == [0]
 
 
 @pytest.mark.parametrize("kind", ["top_k", "hidden"])
@@ -247,7 +262,7 @@ def test_dynamic_scaling_survives_a_stop(built, data, tmp_path):
 
 def test_texts_that_differ_are_an_error_and_little_coverage_a_warning(student, teacher, tmp_path, capsys):
     """A lower-casing tokenizer keeps what it does not change; a text that is another is refused, naming the pair."""
-    pairing = Pairing(student.tokenizer, teacher.tokenizer, AcrossConfig())
+    pairing = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig())
     encode = Encoder(student.tokenizer, max_length=200, append_eos=True)
     theirs = Encoder(teacher.tokenizer, max_length=200, append_eos=True)
     text = "The people keep the peace, and the treasury pays for all of it in time."

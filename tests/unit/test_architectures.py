@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from tiny import CPU, LLAMA, TOKENIZER, batch_of, example, examples, tiny
 
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
+from potstill.config.recipe import load_recipe
 from potstill.losses.dense import target_logits
 from potstill.models import backbone, check_fit, hidden_states, load_student, load_teacher, load_tokenizer, shared_ids
 from potstill.models.probe import _with_another_first
-from potstill.recipe import load_recipe
 from potstill.training.loop import train
 from potstill.training.setup import assemble
 from potstill.types import PotstillError
@@ -173,7 +173,7 @@ def test_texts_are_not_written_past_where_the_factors_change(tmp_path):
         "student": {"config": {**LLAMA, **LONGROPE}, "tokenizer": TOKENIZER},
         "teachers": [{"model": "shipped:teacher"}],
         "data": {"sources": [{"files": "shipped:corpus/heldout.parquet"}], "packing": False, "max_length": 64},
-        "policy": {"on_policy": 1.0, "sampling": {"max_new_tokens": 8}},
+        "rollouts": {"on_policy_fraction": 1.0, "sampling": {"max_new_tokens": 8}},
         "train": {"steps": 1},
         "run": str(tmp_path),
     }
@@ -182,7 +182,7 @@ def test_texts_are_not_written_past_where_the_factors_change(tmp_path):
     recipe["data"]["max_length"] = 32
     assemble(load_recipe(recipe))
     held_out = {"sources": [{"files": "shipped:corpus/heldout.parquet"}], "max_length": 64, "packing": False}
-    recipe["eval"] = {"data": held_out, "own_texts": 2}
+    recipe["eval"] = {"data": held_out, "on_policy_samples": 2}
     with pytest.raises(PotstillError, match=r"eval.data.max_length is 64 and the student cannot write texts beyond 32"):
         assemble(load_recipe(recipe))
 
@@ -309,7 +309,7 @@ def test_an_added_token_without_a_row_is_said_and_refused_in_text_only(tmp_path)
         load_student(StudentConfig(model=str(tmp_path)), CPU, 0)
 
 
-@pytest.mark.parametrize("method", ["spelled", "projection"])
+@pytest.mark.parametrize("method", ["prefix_marginal", "projection"])
 def test_an_added_token_without_a_row_changes_nothing_across_tokenizers(method, tmp_path):
     losses = []
     for idle in (False, True):
@@ -323,7 +323,7 @@ def test_an_added_token_without_a_row_changes_nothing_across_tokenizers(method, 
             model.save(folder / name)
         recipe = {
             "student": {"model": str(folder / "student")},
-            "teachers": [{"model": str(folder / "teacher"), "across": {"method": method}}],
+            "teachers": [{"model": str(folder / "teacher"), "cross_tokenizer": {"method": method}}],
             "data": {"sources": [{"files": "shipped:corpus/heldout.parquet"}], "max_length": 64},
             "train": {"steps": 1, "batch_size": 2},
             "log": {"tensorboard": False},

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from tiny import tiny
 
-from potstill.config import DataConfig, PolicyConfig, SamplingConfig, SourceConfig
+from potstill.config import DataConfig, RolloutsConfig, SamplingConfig, SourceConfig
+from potstill.config.recipe import load_recipe
 from potstill.data import Encoder
-from potstill.recipe import load_recipe
 from potstill.rollouts.buffer import Buffer, Layout, about, laid_out, load_saved
-from potstill.rollouts.drafts import Drafts
-from potstill.rollouts.engine import Written
+from potstill.rollouts.engine import Completion
+from potstill.rollouts.prompt_batches import Drafts
 from potstill.rollouts.prompts import Answers, Prompter
 from potstill.rollouts.sampling import rollout_seed
 from potstill.rollouts.transformers import TransformersEngine
@@ -26,10 +26,10 @@ MODEL = tiny()
 class Counting(TransformersEngine):
     """The real engine, which notes what it was asked."""
 
-    def __init__(self, policy: PolicyConfig, **keys: Any) -> None:
+    def __init__(self, rollouts: RolloutsConfig, **keys: Any) -> None:
         self.calls: list[list[tuple[bytes, int]]] = []
         self.updates: list[int] = []
-        super().__init__(MODEL, policy.sampling, stop_ids=(), **keys)
+        super().__init__(MODEL, rollouts.sampling, stop_ids=(), **keys)
         self.calls.clear()  # of its own check
 
     def generate(self, asked):
@@ -46,7 +46,7 @@ class Made:
     """A buffer over a file of numbered prompts, and its parts."""
 
     path: Any
-    policy: PolicyConfig
+    rollouts: RolloutsConfig
     batch_size: int = 4
     micro: int = 2
     seed: int = 0
@@ -63,12 +63,12 @@ class Made:
         if not self.path.exists():
             rows = (f'{{"q": "Question {i} is ", "a": "answer {i}."}}\n' for i in range(self.records))
             self.path.write_text("".join(rows))
-        self.engine = Counting(self.policy, copies=self.policy.overlaps)
+        self.engine = Counting(self.rollouts, copies=self.rollouts.overlaps)
         self.buffer = Buffer(
             self.drafts(None if self.state is None else self.state["draft"]),
             {"student": self.engine},
             Answers(MODEL, self.encoder(), {}),
-            self.policy,
+            self.rollouts,
             Layout(self.batch_size, self.micro, 0, True),
             seed=self.seed,
             version=self.version,
@@ -83,11 +83,11 @@ class Made:
     def drafts(self, state=None) -> Drafts:
         source = SourceConfig(files=str(self.path), prompt="q", completion="a")
         data = DataConfig(sources=[source], max_length=48, shuffle_buffer=8)
-        groups = self.batch_size * self.policy.steps_per_generation // self.policy.num_generations
+        groups = self.batch_size * self.rollouts.steps_per_generation // self.rollouts.num_generations
         prompter = Prompter(MODEL.tokenizer, most=40, prompt_tokens=8, kwargs={})
         return Drafts(
             data,
-            self.policy,
+            self.rollouts,
             self.encoder(),
             {"student": prompter, "teacher": prompter},
             MODEL.tokenizer,
@@ -105,8 +105,8 @@ class Made:
         return found[:count]
 
 
-def policy(**keys: Any) -> PolicyConfig:
-    return PolicyConfig(**({"on_policy": 1.0, "sampling": SamplingConfig(max_new_tokens=4)} | keys))
+def rollouts(**keys: Any) -> RolloutsConfig:
+    return RolloutsConfig(**({"on_policy_fraction": 1.0, "sampling": SamplingConfig(max_new_tokens=4)} | keys))
 
 
 def texts(windows) -> list[tuple[int, ...]]:
@@ -114,7 +114,7 @@ def texts(windows) -> list[tuple[int, ...]]:
 
 
 def test_one_call_writes_all_texts_of_a_generation(tmp_path) -> None:
-    made = Made(tmp_path / "x.jsonl", policy(num_generations=2, steps_per_generation=3, max_staleness=2))
+    made = Made(tmp_path / "x.jsonl", rollouts(num_generations=2, steps_per_generation=3, max_staleness=2))
     windows = made.windows(6)
     assert [len(call) for call in made.engine.calls] == [12, 12]
     assert len(windows) == 6 and all(sum(len(b.examples) for b in w.batches) == 4 for w in windows)
@@ -128,13 +128,13 @@ def test_one_call_writes_all_texts_of_a_generation(tmp_path) -> None:
 
 
 def test_strictly_on_policy_every_step_writes_with_the_newest_weights(tmp_path) -> None:
-    made = Made(tmp_path / "x.jsonl", policy())
+    made = Made(tmp_path / "x.jsonl", rollouts())
     made.windows(3)
     assert made.engine.updates == [1, 2] and [len(call) for call in made.engine.calls] == [4, 4, 4]
 
 
 def test_with_staleness_the_next_texts_are_written_one_step_ahead(tmp_path) -> None:
-    made = Made(tmp_path / "x.jsonl", policy(max_staleness=1))
+    made = Made(tmp_path / "x.jsonl", rollouts(max_staleness=1))
     windows = made.windows(4)
     assert [w.facts["rollout_staleness"] for w in windows] == [0, 1, 1, 1]
     assert [next(iter(w.batches[0].examples)).version for w in windows] == [0, 0, 1, 2]
@@ -142,19 +142,21 @@ def test_with_staleness_the_next_texts_are_written_one_step_ahead(tmp_path) -> N
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_who_answers_depends_on_seed_and_number_alone(tmp_path, share) -> None:
-    made = Made(tmp_path / "x.jsonl", policy(on_policy=share, teacher_writes=min(0.2, 1 - share)))
+    made = Made(tmp_path / "x.jsonl", rollouts(on_policy_fraction=share, teacher_fraction=min(0.2, 1 - share)))
     drafts = made.drafts()
     kinds = [drafts.kind(n) for n in range(4000)]
     shares = {kind: kinds.count(kind) / 4000 for kind in ("student", "teacher", "data")}
     assert shares["student"] == pytest.approx(share, abs=0.03)
     assert shares["teacher"] == pytest.approx(min(0.2, 1 - share), abs=0.03)
-    other = Made(tmp_path / "x.jsonl", policy(on_policy=share, teacher_writes=min(0.2, 1 - share)), batch_size=8)
+    other = Made(
+        tmp_path / "x.jsonl", rollouts(on_policy_fraction=share, teacher_fraction=min(0.2, 1 - share)), batch_size=8
+    )
     others = other.drafts()
     assert [others.kind(n) for n in range(200)] == kinds[:200]
 
 
 def test_a_group_of_the_data_set_is_that_many_of_its_examples(tmp_path) -> None:
-    made = Made(tmp_path / "x.jsonl", policy(on_policy=0.5, num_generations=2), batch_size=8)
+    made = Made(tmp_path / "x.jsonl", rollouts(on_policy_fraction=0.5, num_generations=2), batch_size=8)
     draft = next(made.drafts())
     assert {g.kind for g in draft.groups} == {"student", "data"}
     seen = []
@@ -172,7 +174,7 @@ def test_a_group_of_the_data_set_is_that_many_of_its_examples(tmp_path) -> None:
 
 
 def test_drafts_go_on_from_any_of_them(tmp_path) -> None:
-    made = Made(tmp_path / "x.jsonl", policy(on_policy=0.6, num_generations=2))
+    made = Made(tmp_path / "x.jsonl", rollouts(on_policy_fraction=0.6, num_generations=2))
     drafts = made.drafts()
     first = [next(drafts) for _ in range(8)]
     for i, draft in enumerate(first[:-1]):
@@ -191,7 +193,7 @@ def test_drafts_go_on_from_any_of_them(tmp_path) -> None:
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_what_was_written_is_in_a_checkpoint_and_no_text_is_lost_or_used_twice(tmp_path, keys, stop) -> None:
     """The weights do not change here, so what an engine writes is known: what matters is which texts are used."""
-    mix = policy(on_policy=0.7, num_generations=2, **keys)
+    mix = rollouts(on_policy_fraction=0.7, num_generations=2, **keys)
     whole = Made(tmp_path / "x.jsonl", mix).windows(8)
     first = Made(tmp_path / "x.jsonl", mix)
     before = first.windows(stop)
@@ -212,7 +214,7 @@ def test_what_was_written_is_in_a_checkpoint_and_no_text_is_lost_or_used_twice(t
 
 
 def test_the_last_generation_of_the_epochs_may_be_smaller(tmp_path) -> None:
-    made = Made(tmp_path / "x.jsonl", policy(), epochs=1, records=10)
+    made = Made(tmp_path / "x.jsonl", rollouts(), epochs=1, records=10)
     windows = [window for generation in made.buffer for window in generation]
     assert [sum(len(b.examples) for b in w.batches) for w in windows] == [4, 4, 2]
     prompts = [e.text.split(" is ")[0] for w in windows for b in w.batches for e in b.examples]
@@ -220,7 +222,7 @@ def test_the_last_generation_of_the_epochs_may_be_smaller(tmp_path) -> None:
 
 
 def test_micro_batches_are_of_like_lengths_and_no_wider_than_their_longest(tmp_path) -> None:
-    made = Made(tmp_path / "x.jsonl", policy(on_policy=0.5), batch_size=8, micro=3)
+    made = Made(tmp_path / "x.jsonl", rollouts(on_policy_fraction=0.5), batch_size=8, micro=3)
     (window,) = made.windows(1)
     lengths = [[len(e.ids) for e in b.examples] for b in window.batches]
     flat = [n for some in lengths for n in some]
@@ -233,13 +235,13 @@ def test_micro_batches_are_of_like_lengths_and_no_wider_than_their_longest(tmp_p
 
 def test_facts_about_what_was_written() -> None:
     def text(ids, end):
-        return Written(np.array(ids, dtype=np.int32), np.zeros(len(ids), np.float32), end)
+        return Completion(np.array(ids, dtype=np.int32), np.zeros(len(ids), np.float32), end)
 
     facts = about([text([1, 2, 1, 2], "eos"), text([1, 2], "length"), text([], "stop")])
     assert facts == {
         "rollout_length": 2.0,
-        "rollout_eos": 1 / 3,
-        "rollout_cut": 1 / 3,
+        "completions_ended": 1 / 3,
+        "completions_clipped": 1 / 3,
         "rollout_distinct_1": 2 / 6,
         "rollout_distinct_2": 2 / 4,  # 12 and 21, of 12 21 12 and 12
         "rollout_distinct_3": 1.0,
@@ -249,9 +251,9 @@ def test_facts_about_what_was_written() -> None:
 def test_a_student_that_writes_nothing_is_told_of(tmp_path) -> None:
     class Silent(Counting):
         def generate(self, asked):
-            return [Written(np.zeros(0, np.int32), np.zeros(0, np.float32), "stop") for _ in asked]
+            return [Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "stop") for _ in asked]
 
-    made = Made(tmp_path / "x.jsonl", policy())
+    made = Made(tmp_path / "x.jsonl", rollouts())
     made.buffer._writers = {"student": object.__new__(Silent)}
     made.buffer._writers["student"].version = 0
     with pytest.raises(PotstillError, match="nothing was written in 17 generations in a row"):
@@ -266,7 +268,7 @@ def recipe(policy_keys, teachers=({"model": "shipped:teacher"},), **sections) ->
         "student": {"model": "shipped:teacher"},
         "teachers": list(teachers),
         "data": {"sources": [{"files": "x.jsonl", "prompt": "q", "completion": "a"}], "max_length": 64},
-        "policy": {"sampling": {"max_new_tokens": 16}, **policy_keys},
+        "rollouts": {"sampling": {"max_new_tokens": 16}, **policy_keys},
         "train": {"steps": 1, "batch_size": 8},
     } | sections
 
@@ -291,7 +293,7 @@ def recipe(policy_keys, teachers=({"model": "shipped:teacher"},), **sections) ->
             {"steps_per_generation": 4},
             "max_staleness is 0: set max_staleness to 3, or steps_per_generation to 1",
         ),
-        ({"teacher_writes": 0.5}, "are shares of the same prompts and sum to more than 1"),
+        ({"teacher_fraction": 0.5}, "are shares of the same prompts and sum to more than 1"),
         ({"sampling": {"max_new_tokens": 64}}, "leaves no room for a prompt in data.max_length 64"),
         ({"engine": {"server": "http://x"}}, "server goes with kind: vllm"),
         ({"engine": {"kind": "vllm", "folder": "x"}}, "folder goes with server"),
@@ -300,7 +302,7 @@ def recipe(policy_keys, teachers=({"model": "shipped:teacher"},), **sections) ->
 )
 def test_numbers_that_do_not_fit_are_refused_with_those_that_would(keys, words) -> None:
     with pytest.raises(PotstillError) as refused:
-        load_recipe(recipe({"on_policy": 1.0, **keys}))
+        load_recipe(recipe({"on_policy_fraction": 1.0, **keys}))
     assert words in str(refused.value)
 
 
@@ -308,44 +310,44 @@ def test_what_cannot_be_is_refused_when_the_recipe_loads() -> None:
     with pytest.raises(
         PotstillError, match=r"teachers\[0\]: a cache alone cannot know fresh text: put model or server beside"
     ):
-        load_recipe(recipe({"on_policy": 0.5}, teachers=[{"cache": "c"}]))
+        load_recipe(recipe({"on_policy_fraction": 0.5}, teachers=[{"cache": "c"}]))
     with pytest.raises(PotstillError, match="text is written, and there is no teacher to learn from"):
-        load_recipe(recipe({"on_policy": 0.5}, teachers=[], loss={"ce_weight": 1.0}))
+        load_recipe(recipe({"on_policy_fraction": 0.5}, teachers=[], loss={"ce_weight": 1.0}))
     alone = {"data": {"sources": [{"files": "x.jsonl", "prompt": "q"}], "max_length": 64}}
     with pytest.raises(PotstillError, match="a source has a prompt and no completion"):
-        load_recipe(recipe({"on_policy": 0.9}, **alone))
-    load_recipe(recipe({"on_policy": 0.75, "teacher_writes": 0.25}, **alone))
-    load_recipe(recipe({"on_policy": 0.5}, teachers=[{"model": "shipped:teacher", "cache": "c"}]))
-    with pytest.raises(PotstillError, match="sampled_reverse_kl learns from tokens that the student drew itself"):
-        load_recipe(recipe({"on_policy": 0.5}, loss={"divergence": "sampled_reverse_kl"}))
+        load_recipe(recipe({"on_policy_fraction": 0.9}, **alone))
+    load_recipe(recipe({"on_policy_fraction": 0.75, "teacher_fraction": 0.25}, **alone))
+    load_recipe(recipe({"on_policy_fraction": 0.5}, teachers=[{"model": "shipped:teacher", "cache": "c"}]))
+    with pytest.raises(PotstillError, match="policy_gradient_kl learns from tokens that the student drew itself"):
+        load_recipe(recipe({"on_policy_fraction": 0.5}, loss={"divergence": "policy_gradient_kl"}))
 
 
 def test_shares_that_miss_one_by_rounding_leave_nothing_to_the_data_set() -> None:
     alone = {"data": {"sources": [{"files": "x.jsonl", "prompt": "q"}], "max_length": 64}}
-    loaded = load_recipe(recipe({"on_policy": 0.7, "teacher_writes": 0.3}, **alone))
-    assert loaded.policy.data_share == 0.0
+    loaded = load_recipe(recipe({"on_policy_fraction": 0.7, "teacher_fraction": 0.3}, **alone))
+    assert loaded.rollouts.data_share == 0.0
 
 
 @pytest.mark.parametrize(
     ("policy_keys", "sections", "words"),
     [
-        ({"on_policy": 1}, {"loss": {"kd_weight": 0, "ce_weight": 1}}, "all text is the student's own"),
+        ({"on_policy_fraction": 1}, {"loss": {"kd_weight": 0, "ce_weight": 1}}, "all text is the student's own"),
         (
-            {"on_policy": 1, "sampling": {"temperature": 0, "max_new_tokens": 8}},
-            {"loss": {"divergence": "sampled_reverse_kl"}},
-            "policy.sampling.temperature 0 draws none",
+            {"on_policy_fraction": 1, "sampling": {"temperature": 0, "max_new_tokens": 8}},
+            {"loss": {"divergence": "policy_gradient_kl"}},
+            "rollouts.sampling.temperature 0 draws none",
         ),
         (
-            {"on_policy": 1, "num_generations": 2, "sampling": {"temperature": 0, "max_new_tokens": 8}},
+            {"on_policy_fraction": 1, "num_generations": 2, "sampling": {"temperature": 0, "max_new_tokens": 8}},
             {},
             "writes the same answer so many times",
         ),
         (
-            {"teacher_writes": 1},
-            {"teachers": [{"model": "shipped:teacher", "prompt": "hint"}]},
+            {"teacher_fraction": 1},
+            {"teachers": [{"model": "shipped:teacher", "context_column": "hint"}]},
             "the first teacher has a prompt of its own",
         ),
-        ({"on_policy": 1, "sampling": {"stop": [""], "max_new_tokens": 8}}, {}, "policy.sampling.stop[0]"),
+        ({"on_policy_fraction": 1, "sampling": {"stop": [""], "max_new_tokens": 8}}, {}, "rollouts.sampling.stop[0]"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
@@ -356,16 +358,16 @@ def test_what_would_teach_nothing_or_something_else_is_refused(policy_keys, sect
 
 
 def test_texts_that_were_written_for_other_prompts_are_not_used(tmp_path) -> None:
-    first = Made(tmp_path / "x.jsonl", policy(max_staleness=1))
+    first = Made(tmp_path / "x.jsonl", rollouts(max_staleness=1))
     before = first.windows(2)
     first.buffer.save(tmp_path, before[-1].state)
     first.buffer.close()
     (saved,) = load_saved(tmp_path)
-    changed = Made(tmp_path / "x.jsonl", policy(max_staleness=1), state=before[-1].state, waiting=[saved], version=2)
+    changed = Made(tmp_path / "x.jsonl", rollouts(max_staleness=1), state=before[-1].state, waiting=[saved], version=2)
     changed.engine.calls.clear()
     same = changed.windows(1)
     assert len(changed.engine.calls) == 1  # the one after it, ahead
-    other = Made(tmp_path / "y.jsonl", policy(max_staleness=1), records=39, version=2, waiting=[saved])
+    other = Made(tmp_path / "y.jsonl", rollouts(max_staleness=1), records=39, version=2, waiting=[saved])
     assert texts(other.windows(1)) != texts(same) and len(other.engine.calls) == 2
 
 
@@ -376,8 +378,8 @@ def test_an_engine_that_fails_ahead_does_not_take_the_checkpoint_with_it(tmp_pat
                 raise PotstillError("the engine broke")
             return super().generate(asked)
 
-    made = Made(tmp_path / "x.jsonl", policy(max_staleness=1))
-    broken = Failing(made.policy, copies=True)
+    made = Made(tmp_path / "x.jsonl", rollouts(max_staleness=1))
+    broken = Failing(made.rollouts, copies=True)
     made.buffer._writers = {"student": broken}
     windows = made.windows(2)
     made.buffer.save(tmp_path, windows[-1].state)
@@ -389,7 +391,7 @@ def test_an_engine_that_fails_ahead_does_not_take_the_checkpoint_with_it(tmp_pat
 def test_a_file_of_empty_prompts_is_told_of_after_two_passes(tmp_path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text('{"q": "", "a": "x"}\n' * 5)
-    made = Made(path, policy())
+    made = Made(path, rollouts())
     made.buffer._drafts = iter(made.drafts())
     kinds = made.drafts()
     kinds._prompters["student"] = lambda piece: None

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from potstill.cache import codec
+from potstill.cache.codec import COARSE_TABLE, FINE_TABLE, Format, encode, from_bytes, to_bytes
+from potstill.cache.reading import TeacherText, pieces_of
+from potstill.cache.signal import signal_of, uniforms
 from potstill.config import DataConfig, TeacherConfig
 from potstill.data import collate
 from potstill.models import load_teacher
-from potstill.teachers import codec
-from potstill.teachers.codec import COARSE_TABLE, FINE_TABLE, Format, encode, from_bytes, to_bytes
-from potstill.teachers.reading import TeacherText, pieces_of
-from potstill.teachers.signal import signal_of, uniforms
 from potstill.types import DenseTarget
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def signal_of_logits(form: Format, logits: torch.Tensor, labels: torch.Tensor, s
     """What `signal_of` says of a teacher whose logits are given: a head with these columns over unit hidden states."""
     rows = logits.shape[0]
     target = DenseTarget(hidden=torch.eye(rows), weight=logits.t().contiguous())
-    random = np.random.default_rng(seed).random((rows, form.draws)) if form.kind == "sampled" else None
+    random = np.random.default_rng(seed).random((rows, form.num_samples)) if form.kind == "sampled" else None
     return signal_of(form, target, labels, random)
 
 
@@ -127,22 +127,22 @@ def test_hidden_states_come_back_bit_for_bit(dtype):
 
 
 def test_sampled_draws_come_back_exactly():
-    form = Format("sampled", 97, draws=50)
+    form = Format("sampled", 97, num_samples=50)
     _, _, signal, read = made(form)
     ids, shares, entropy = codec.read_sampled(everything(read))
-    for row, draws in enumerate(signal["draws"]):
+    for row, draws in enumerate(signal["samples"]):
         distinct, counts = np.unique(draws, return_counts=True)
         there = shares[row] > 0
         np.testing.assert_array_equal(ids[row][there], distinct)
         np.testing.assert_array_equal(shares[row][there], (counts / 50).astype(np.float32))
         assert shares[row].sum() == pytest.approx(1, abs=1e-6)
-    assert ids.shape[1] == max(len(np.unique(draws)) for draws in signal["draws"])
+    assert ids.shape[1] == max(len(np.unique(draws)) for draws in signal["samples"])
     np.testing.assert_allclose(entropy, signal["entropy"], atol=0.5 / codec.STEPS_PER_ENTROPY + 1e-6)
 
 
 def test_some_rows_of_several_documents():
     """In any order, from one document or from many, with blank ones between: as each row alone."""
-    for form in (Format("sampled", 97, draws=20), Format("top_k", 97, k=12)):
+    for form in (Format("sampled", 97, num_samples=20), Format("top_k", 97, k=12)):
         _, _, _, one = made(form, seed=1)
         _, _, _, two = made(form, seed=2)
         read = codec.read_sampled if form.kind == "sampled" else lambda chosen: codec.read_top_k(chosen, 1.0)
@@ -157,9 +157,9 @@ def test_some_rows_of_several_documents():
                 assert width is None or not whole[i, width:].any() or form.kind == "top_k"
 
 
-@pytest.mark.parametrize("kind", ["top_k", "sampled", "hidden", "chosen"])
+@pytest.mark.parametrize("kind", ["top_k", "sampled", "hidden", "token_logprobs"])
 def test_documents_of_which_nothing_is_asked(kind):
-    form = Format(kind, 97, k=5, draws=9, width=6)
+    form = Format(kind, 97, k=5, num_samples=9, width=6)
     chosen = [(codec.blank(form), np.zeros(0, dtype=np.int64))]
     if kind == "top_k":
         assert [part.shape for part in codec.read_top_k(chosen, 1.0)] == [(0, 5), (0, 5), (0,)]
@@ -168,22 +168,30 @@ def test_documents_of_which_nothing_is_asked(kind):
     elif kind == "hidden":
         assert codec.read_hidden(chosen).shape == (0, 6)
     else:
-        assert codec.read_chosen(chosen).shape == (0,)
+        assert codec.read_token_logprobs(chosen).shape == (0,)
 
 
 def test_chosen_is_half_a_step_off_at_most():
-    form = Format("chosen", 97)
+    form = Format("token_logprobs", 97)
     logits, labels, _, read = made(form, scale=8.0)
     exact = logits.double().log_softmax(-1).gather(-1, labels[:, None])[:, 0].numpy()
     assert exact.min() < -10
-    np.testing.assert_allclose(codec.read_chosen(everything(read)), exact, atol=0.5 / codec.STEPS_PER_NAT + 1e-5)
+    np.testing.assert_allclose(
+        codec.read_token_logprobs(everything(read)), exact, atol=0.5 / codec.STEPS_PER_NAT + 1e-5
+    )
 
 
 def test_chosen_without_any_mass():
-    encoded = encode(Format("chosen", 9), {"chosen": np.array([-np.inf, -1000.0, 0.0], dtype=np.float32)})
-    read, _ = document(Format("chosen", 9), {"chosen": np.array([-np.inf, -1000.0, 0.0])}, 3, np.ones(3, bool))
-    assert encoded["chosen"].shape == (3, 2)
-    np.testing.assert_allclose(codec.read_chosen(everything(read)), [-65535 / 1024, -65535 / 1024, 0.0], rtol=1e-6)
+    encoded = encode(
+        Format("token_logprobs", 9), {"token_logprobs": np.array([-np.inf, -1000.0, 0.0], dtype=np.float32)}
+    )
+    read, _ = document(
+        Format("token_logprobs", 9), {"token_logprobs": np.array([-np.inf, -1000.0, 0.0])}, 3, np.ones(3, bool)
+    )
+    assert encoded["token_logprobs"].shape == (3, 2)
+    np.testing.assert_allclose(
+        codec.read_token_logprobs(everything(read)), [-65535 / 1024, -65535 / 1024, 0.0], rtol=1e-6
+    )
 
 
 # Top-k: the error of the gaps
@@ -268,7 +276,9 @@ def test_every_temperature_is_the_softmax_at_it(temperatures, k):
         mass = np.exp(decoded.astype(np.float64)).sum(-1) + np.exp(tail.astype(np.float64))
         np.testing.assert_allclose(mass, 1.0, atol=1e-6)
     chosen = logits.double().log_softmax(-1).gather(-1, labels[:, None])[:, 0].numpy()
-    np.testing.assert_allclose(codec.read_chosen(everything(read)), chosen, atol=0.5 / codec.STEPS_PER_NAT + 1e-5)
+    np.testing.assert_allclose(
+        codec.read_token_logprobs(everything(read)), chosen, atol=0.5 / codec.STEPS_PER_NAT + 1e-5
+    )
 
 
 def test_ids_without_any_mass():
@@ -286,8 +296,8 @@ def test_ids_without_any_mass():
     assert (np.exp(decoded[:, 3:]).sum(-1) < 1e-9).all()
     assert np.isneginf(tail).all()
     assert np.isfinite(decoded).all()
-    np.testing.assert_allclose(codec.read_chosen(everything(read))[:2], exact[:2], atol=0.001)
-    assert codec.read_chosen(everything(read))[2] == -65535 / 1024
+    np.testing.assert_allclose(codec.read_token_logprobs(everything(read))[:2], exact[:2], atol=0.001)
+    assert codec.read_token_logprobs(everything(read))[2] == -65535 / 1024
 
 
 # Sizes and added KL, on real distributions
@@ -367,11 +377,11 @@ def test_top_k_of_a_real_teacher_is_small_and_near(teacher, k, most):
 def test_draws_of_a_real_teacher_are_small():
     size = tokens = distinct = rows = 0
     for example, target, batch in stories15m():
-        form = Format("sampled", target.width, draws=50)
+        form = Format("sampled", target.width, num_samples=50)
         signal = signal_of(form, target, batch.rows.labels, uniforms(0, example.key, len(batch.rows), 50))
         size += at_eighteen_bits(form, example, signal)
         tokens += len(example.ids)
-        distinct += sum(len(np.unique(draws)) for draws in signal["draws"])
+        distinct += sum(len(np.unique(draws)) for draws in signal["samples"])
         rows += len(batch.rows)
     assert (size + DOCUMENTS * 32) / tokens <= 40
     assert 2 < distinct / rows < 14
@@ -383,8 +393,8 @@ def test_twelve_distinct_draws_a_token_are_small():
     draws = np.sort(
         [generator.permutation(np.resize(generator.choice(EIGHTEEN_BITS, 12, False), 50)) for _ in range(tokens - 1)]
     )
-    form = Format("sampled", EIGHTEEN_BITS, draws=50)
-    signal = {"draws": draws, "entropy": np.full(tokens - 1, 2.0)}
+    form = Format("sampled", EIGHTEEN_BITS, num_samples=50)
+    signal = {"samples": draws, "entropy": np.full(tokens - 1, 2.0)}
     predicted = np.arange(tokens) > 0
     ids, ends = generator.integers(0, EIGHTEEN_BITS, tokens), np.cumsum(generator.integers(1, 12, tokens))
     assert (len(to_bytes(form, ids, ends, predicted, encode(form, signal))) + 32) / tokens <= 40

@@ -20,16 +20,16 @@ import torch
 from array_record.python import array_record_module
 from tiny_models import make_model
 
+from potstill.cache.build import build
+from potstill.cache.codec import read_hidden, read_sampled, read_tail_samples, read_token_logprobs, read_top_k
+from potstill.cache.convert import convert, convert_cache
+from potstill.cache.foreign import example_features, varints
+from potstill.cache.imports import COLUMNS, NOT_CUT, READERS, import_cache
+from potstill.cache.store import Cache, begun_cache
+from potstill.cache.verify import verify
 from potstill.config import DataConfig, SourceConfig, StoreConfig, TeacherConfig
 from potstill.data.examples import text_key
 from potstill.models import load_teacher
-from potstill.teachers.build import build
-from potstill.teachers.codec import read_chosen, read_hidden, read_rest, read_sampled, read_top_k
-from potstill.teachers.convert import convert, convert_cache
-from potstill.teachers.foreign import example_features, varints
-from potstill.teachers.imports import COLUMNS, NOT_CUT, READERS, import_cache
-from potstill.teachers.inspect import verify
-from potstill.teachers.store import Cache, begun_cache
 from potstill.types import PotstillError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,13 +83,13 @@ def reader_of_the_spec():
     "keys",
     [
         {"kind": "top_k", "k": 64, "temperatures": [1.0, 2.0]},
-        {"kind": "top_k", "k": 16, "temperatures": [1.0, 2.0], "rest": 12, "seed": 3},
+        {"kind": "top_k", "k": 16, "temperatures": [1.0, 2.0], "tail_samples": 12, "seed": 3},
         {"kind": "top_k", "k": 3},
         {"kind": "top_k", "k": 1},
         {"kind": "top_k", "k": 2048},
-        {"kind": "sampled", "draws": 50},
+        {"kind": "sampled", "num_samples": 50},
         {"kind": "hidden"},
-        {"kind": "chosen"},
+        {"kind": "token_logprobs"},
     ],
     ids=lambda keys: "-".join(str(value) for value in keys.values()),
 )
@@ -107,22 +107,22 @@ def test_the_spec_alone_reads_every_kind(made, keys):
                 assert np.array_equal(read["ids"], ids)
                 np.testing.assert_allclose(read[temperature][0], np.exp(logprobs), rtol=2e-5, atol=1e-9)
                 np.testing.assert_allclose(read[temperature][1], np.exp(tail), atol=2e-6)
-        if cache.form.rest:
-            draws, entropy = read_rest(chosen)
-            assert np.array_equal(read["rest"], draws)
-            np.testing.assert_allclose(read["rest_entropy"], entropy, rtol=1e-6)
+        if cache.form.tail_samples:
+            draws, entropy = read_tail_samples(chosen)
+            assert np.array_equal(read["tail_samples"], draws)
+            np.testing.assert_allclose(read["tail_entropy"], entropy, rtol=1e-6)
         if cache.form.kind == "sampled":
             ids, shares, entropy = read_sampled(chosen)
             for row in rows:
-                distinct, counts = np.unique(read["draws"][row], return_counts=True)
+                distinct, counts = np.unique(read["samples"][row], return_counts=True)
                 assert dict(zip(distinct.tolist(), (counts / 50).astype("f4").tolist(), strict=True)) == {
                     i: s for i, s in zip(ids[row].tolist(), shares[row].tolist(), strict=True) if s
                 }
             np.testing.assert_allclose(read["entropy"], entropy)
         if cache.form.kind == "hidden":
             assert np.array_equal(read["hidden"], read_hidden(chosen))
-        if cache.form.kind in ("top_k", "chosen"):
-            np.testing.assert_allclose(read["chosen"], read_chosen(chosen), atol=1e-6)
+        if cache.form.kind in ("top_k", "token_logprobs"):
+            np.testing.assert_allclose(read["token_logprobs"], read_token_logprobs(chosen), atol=1e-6)
 
 
 # --- a smaller cache ---
@@ -144,7 +144,7 @@ def test_a_smaller_k_is_what_a_build_with_it_gives(made, tmp_path, k):
     a, b = all_rows(small, keys), all_rows(direct, keys)
     for (one, _), (other, _) in zip(a, b, strict=True):
         assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.ends, other.ends)
-        for name in ("ids", "fine", "chosen") + (("coarse",) if k != 64 else ()):
+        for name in ("ids", "fine", "token_logprobs") + (("coarse",) if k != 64 else ()):
             assert np.array_equal(one.streams[name], other.streams[name]), name
     for temperature in T:
         (ids, logprobs, tail), (ids_b, logprobs_b, tail_b) = (read_top_k(x, temperature) for x in (a, b))
@@ -168,19 +168,19 @@ def test_temperatures_can_be_left_out_and_nothing_else_changes(made, tmp_path):
 
 
 def test_draws_from_the_rest_stay_while_it_is_the_same_rest(made, tmp_path):
-    large = made(kind="top_k", k=16, temperatures=list(T), rest=12, seed=3)
+    large = made(kind="top_k", k=16, temperatures=list(T), tail_samples=12, seed=3)
     keys = keys_of(large)
     same = convert_cache(large.folder, tmp_path / "one", temperatures=[1.0])
     one = Cache(tmp_path / "one")
-    assert (same.draws_left_out, one.form.rest, one.form.seed) == (0, 12, 3)
-    for a, b in zip(read_rest(all_rows(one, keys)), read_rest(all_rows(large, keys)), strict=True):
+    assert (same.draws_left_out, one.form.tail_samples, one.form.seed) == (0, 12, 3)
+    for a, b in zip(read_tail_samples(all_rows(one, keys)), read_tail_samples(all_rows(large, keys)), strict=True):
         assert np.array_equal(a, b)
     fewer = convert_cache(large.folder, tmp_path / "small", k=8)
     assert fewer.draws_left_out == 12
     assert Cache(tmp_path / "small").form == made(kind="top_k", k=8, temperatures=list(T)).form
     assert not verify(tmp_path / "small").damage and not verify(tmp_path / "one").damage
     without_one = convert_cache(large.folder, tmp_path / "two", temperatures=[2.0])  # at which they were drawn
-    assert without_one.draws_left_out == 12 and Cache(tmp_path / "two").form.rest == 0
+    assert without_one.draws_left_out == 12 and Cache(tmp_path / "two").form.tail_samples == 0
 
 
 def test_a_conversion_goes_on_and_adds_what_is_new(made, tmp_path):
@@ -206,7 +206,7 @@ def test_what_cannot_be_converted_is_refused(made, tmp_path):
         with pytest.raises(PotstillError, match=words):
             convert_cache(large.folder, tmp_path / "out", **keys)
     with pytest.raises(PotstillError, match="only top_k"):
-        convert_cache(made(kind="chosen").folder, tmp_path / "out", k=2)
+        convert_cache(made(kind="token_logprobs").folder, tmp_path / "out", k=2)
     with pytest.raises(PotstillError, match="the cache itself"):
         convert_cache(large.folder, large.folder, k=2)
     assert not (tmp_path / "out").exists()
@@ -346,8 +346,8 @@ def test_maxtext_files_become_a_cache(teacher, tiny_teacher, tmp_path, coding):
         known = (ids[:-1] == tokens[1:, None]).any(-1)
         assert known.any()
         label = np.where(ids[:-1] == tokens[1:, None], expected(values[:-1]), -np.inf).max(-1)
-        np.testing.assert_allclose(read_chosen(chosen)[known], label[known], atol=1e-3)
-        assert (read_chosen(chosen)[~known] < -63.9).all()
+        np.testing.assert_allclose(read_token_logprobs(chosen)[known], label[known], atol=1e-3)
+        assert (read_token_logprobs(chosen)[~known] < -63.9).all()
     assert not verify(out).damage
     again = import_cache([file], out, temperatures=[1.0, 2.0], **keys)
     assert (again.documents, again.there) == (0, 3)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from potstill.teachers import signal
-from potstill.teachers.codec import KINDS, Format
-from potstill.teachers.signal import COLUMNS, largest, signal_of, uniforms
+from potstill.cache import signal
+from potstill.cache.codec import KINDS, Format
+from potstill.cache.signal import COLUMNS, largest, signal_of, uniforms
 from potstill.types import DenseTarget
 
 TEMPERATURES = (0.5, 1.0, 3.0)
@@ -87,14 +87,14 @@ def test_top_k_rest_and_chosen_are_those_of_the_whole_softmax(vocabulary, change
     ids = torch.from_numpy(found["ids"]).long()
     np.testing.assert_allclose(found["logprobs"], logp.topk(10, -1).values, atol=2e-5)
     np.testing.assert_allclose(found["logprobs"], logp.gather(-1, ids), atol=2e-5)
-    np.testing.assert_allclose(found["chosen"], logp.gather(-1, labels[:, None])[:, 0], atol=2e-5)
+    np.testing.assert_allclose(found["token_logprobs"], logp.gather(-1, labels[:, None])[:, 0], atol=2e-5)
     for place, temperature in enumerate(TEMPERATURES):
         at = (z / temperature).log_softmax(-1)
         kept = at.gather(-1, ids).logsumexp(-1)
         rest = at.scatter(-1, ids, -math.inf).logsumexp(-1)
         np.testing.assert_allclose(found["odds"][:, place], rest - kept, atol=5e-5)
-    only_chosen = signal_of(Format("chosen", vocabulary), target, labels, None)
-    np.testing.assert_allclose(only_chosen["chosen"], found["chosen"], atol=2e-5)
+    only_chosen = signal_of(Format("token_logprobs", vocabulary), target, labels, None)
+    np.testing.assert_allclose(only_chosen["token_logprobs"], found["token_logprobs"], atol=2e-5)
 
 
 def test_a_rest_that_a_subtraction_would_lose():
@@ -104,7 +104,7 @@ def test_a_rest_that_a_subtraction_would_lose():
     target = DenseTarget(hidden=torch.ones(1, 1), weight=logits.t())
     found = signal_of(Format("top_k", 300, k=10), target, torch.tensor([299]), None)
     assert found["odds"][0, 0] == pytest.approx(-30.0, abs=1e-4)
-    assert found["chosen"][0] == pytest.approx(-30.0 - math.log(290), abs=1e-4)
+    assert found["token_logprobs"][0] == pytest.approx(-30.0 - math.log(290), abs=1e-4)
 
 
 def test_temperatures_without_one_among_them():
@@ -113,7 +113,7 @@ def test_temperatures_without_one_among_them():
     labels = labels_of(target)
     with_one = signal_of(Format("top_k", 90, k=8, temperatures=(1.0, 2.0)), target, labels, None)
     without = signal_of(Format("top_k", 90, k=8, temperatures=(2.0,)), target, labels, None)
-    for name in ("ids", "chosen", "logprobs"):
+    for name in ("ids", "token_logprobs", "logprobs"):
         np.testing.assert_allclose(with_one[name], without[name], atol=1e-6)
     np.testing.assert_array_equal(with_one["odds"][:, 1:], without["odds"])
 
@@ -139,12 +139,12 @@ def test_draws_are_the_inverse_of_the_cumulative_distribution(vocabulary):
     target = teacher(30, vocabulary)
     random = np.random.default_rng(0).random((30, 40))
     random[0, :2] = 0.0, 1 - 2**-53
-    found = signal_of(Format("sampled", vocabulary, draws=40), target, labels_of(target), random)
+    found = signal_of(Format("sampled", vocabulary, num_samples=40), target, labels_of(target), random)
     ids, distance = naive_draws(whole_logits(target), random)
     clear = distance > 1e-6
     assert clear.mean() > 0.99
-    np.testing.assert_array_equal(found["draws"][clear], ids[clear])
-    assert found["draws"].min() >= 0 and found["draws"].max() < vocabulary
+    np.testing.assert_array_equal(found["samples"][clear], ids[clear])
+    assert found["samples"].min() >= 0 and found["samples"].max() < vocabulary
     entropy = torch.distributions.Categorical(logits=whole_logits(target)).entropy()
     np.testing.assert_allclose(found["entropy"], entropy, atol=2e-5)
 
@@ -154,8 +154,8 @@ def test_draws_follow_the_distribution():
     vocabulary, draws = 150, 200_000
     target = teacher(3, vocabulary, seed=4, logit_scale=0.5)
     random = np.stack([uniforms(0, f"{row:032x}", 1, draws)[0] for row in range(3)])
-    found = signal_of(Format("sampled", vocabulary, draws=draws), target, labels_of(target), random)
-    for row, p in zip(found["draws"], whole_logits(target).softmax(-1).numpy(), strict=True):
+    found = signal_of(Format("sampled", vocabulary, num_samples=draws), target, labels_of(target), random)
+    for row, p in zip(found["samples"], whole_logits(target).softmax(-1).numpy(), strict=True):
         cells = p * draws >= 5
         counts = np.bincount(row, minlength=vocabulary)
         observed = np.append(counts[cells], counts[~cells].sum())
@@ -172,8 +172,8 @@ def test_ids_without_mass_are_never_drawn_and_the_entropy_is_a_number():
     target = DenseTarget(hidden=torch.zeros(2, 3), weight=torch.zeros(130, 3), bias=bias)
     random = np.random.default_rng(1).random((2, 3000))
     random[0, :2] = 0.0, 1 - 2**-53
-    found = signal_of(Format("sampled", 130, draws=3000), target, torch.zeros(2, dtype=torch.int64), random)
-    assert set(np.unique(found["draws"])) == {3, 64, 129}
+    found = signal_of(Format("sampled", 130, num_samples=3000), target, torch.zeros(2, dtype=torch.int64), random)
+    assert set(np.unique(found["samples"])) == {3, 64, 129}
     p = bias.double().softmax(-1)[[3, 64, 129]]
     np.testing.assert_allclose(found["entropy"], -(p * p.log()).sum().item(), rtol=1e-5)
 
@@ -193,7 +193,7 @@ def test_neither_batches_nor_blocks_change_the_signal(kind, monkeypatch):
     vocabulary = 64 * COLUMNS + 3
     target = teacher(23, vocabulary)
     labels = labels_of(target)
-    form = Format(kind, vocabulary, k=12, draws=30, temperatures=(1.0, 2.0) if kind == "top_k" else (1.0,))
+    form = Format(kind, vocabulary, k=12, num_samples=30, temperatures=(1.0, 2.0) if kind == "top_k" else (1.0,))
     random = uniforms(5, "c" * 32, 23, 30) if kind == "sampled" else None
     whole = signal_of(form, target, labels, random)
     monkeypatch.setattr(signal, "PRODUCT_BYTES", 7 * 4 * vocabulary)
@@ -227,7 +227,7 @@ def test_logits_of_all_rows_never_exist(kind, monkeypatch):
     monkeypatch.setattr(signal, "PRODUCT_BYTES", 8 * 4 * vocabulary)
     monkeypatch.setattr(signal, "BLOCK_BYTES", 2 * 4 * vocabulary)
     target = teacher(rows, vocabulary)
-    form = Format(kind, vocabulary, k=10, draws=20, width=12)
+    form = Format(kind, vocabulary, k=10, num_samples=20, width=12)
     random = np.random.default_rng(0).random((rows, 20)) if kind == "sampled" else None
     with LargestTensor() as seen:
         signal_of(form, target, labels_of(target), random)

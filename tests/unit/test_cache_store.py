@@ -21,13 +21,11 @@ import pytest
 import safetensors.numpy
 import torch
 
-from potstill.files import MANIFEST, UNFINISHED
-from potstill.teachers import store
-from potstill.teachers.codec import Format, encode, pack, read_chosen, to_bytes, unpack
-from potstill.teachers.inspect import _at_ids, share_that_differs, verify
-from potstill.teachers.manifest import signal_keys
-from potstill.teachers.shard import open_shard
-from potstill.teachers.store import (
+from potstill.cache import store
+from potstill.cache.codec import Format, encode, pack, read_token_logprobs, to_bytes, unpack
+from potstill.cache.manifest import signal_keys
+from potstill.cache.shard import open_shard
+from potstill.cache.store import (
     Cache,
     Writer,
     adopt,
@@ -36,11 +34,13 @@ from potstill.teachers.store import (
     read_manifest,
     shard_names,
 )
+from potstill.cache.verify import _at_ids, share_that_differs, verify
+from potstill.files import MANIFEST, UNFINISHED
 from potstill.types import PotstillError
 
-FORM = Format("chosen", 500)
+FORM = Format("token_logprobs", 500)
 IDENTITY = {
-    "kind": "chosen",
+    "kind": "token_logprobs",
     "signal": signal_keys(FORM),
     "teacher": {"model": "some-teacher", "weights": "abc", "dtype": "float32"},
     "tokenizer": "def",
@@ -57,14 +57,14 @@ def document(number: int) -> tuple[int, bytes]:
     """A document that tells which one it is: −chosen of its tokens is its number / 64."""
     tokens = 2 + number % 5
     predicted = np.arange(tokens) > 0
-    signal = {"chosen": np.full(tokens - 1, -number / 64)}
+    signal = {"token_logprobs": np.full(tokens - 1, -number / 64)}
     ids = np.arange(tokens) + number % 400
     return tokens, to_bytes(FORM, ids, np.arange(tokens), predicted, encode(FORM, signal))
 
 
 def number_of(read) -> int:
     assert read is not None
-    values = read_chosen([(read, np.arange(len(read.tokens) - 1))])
+    values = read_token_logprobs([(read, np.arange(len(read.tokens) - 1))])
     assert (values == values[0]).all()
     return round(-values[0] * 64)
 
@@ -193,7 +193,7 @@ def test_more_shards_than_files_a_process_may_have_open(folder):
     assert all(number_of(read) == n for n, read in enumerate(cache.documents([key_of(n) for n in range(60)])))
 
 
-# Written
+# Completion
 
 
 def test_the_manifest_counts_and_lists_what_is_there(three):
@@ -493,7 +493,8 @@ def test_a_shard_of_another_cache_or_a_manifest_that_was_edited(three, tmp_path,
     (folder / name).write_bytes((other / name).read_bytes())
     for call in (lambda: Cache(folder), lambda: adopt(folder)):
         assert refused(call) == (
-            f"the cache {folder} is damaged: {name} was written for another cache (of another teacher, kind, signal or text), "
+            f"the cache {folder} is damaged: {name} was written for another cache (of another teacher, kind, signal or "
+            "text), "
             "or manifest.json was changed since. Move that file away, or put back the manifest.json it was written with"
         )
     (folder / name).unlink()
@@ -682,7 +683,8 @@ def test_an_empty_cache_is_not_made_anew_while_somebody_fills_it(folder):
     beside = folder / f"{UNFINISHED}123-shard"
     beside.write_bytes(b"")
     assert refused(lambda: create(folder, {**IDENTITY, "piece_bytes": 10}, fill)) == (
-        f"another process is building {folder}, with another piece bytes (4096, now 10): wait for it, or choose another folder"
+        f"another process is building {folder}, with another piece bytes (4096, now 10): wait for it, or choose another "
+        "folder"
     )
     second = create(folder, IDENTITY, fill)
     assert beside.exists(), "it may be a live writer's"
@@ -771,7 +773,9 @@ def test_a_file_beside_the_shards_that_changed(three):
 def test_a_document_with_an_id_beyond_the_vocabulary(folder):
     writer = Writer(folder)
     predicted = np.array([False, True])
-    data = to_bytes(FORM, np.array([1, 505]), np.array([1, 2]), predicted, encode(FORM, {"chosen": np.array([-1.0])}))
+    data = to_bytes(
+        FORM, np.array([1, 505]), np.array([1, 2]), predicted, encode(FORM, {"token_logprobs": np.array([-1.0])})
+    )
     writer.add(key_of(0), 2, data)
     writer.flush()
     assert [line.split(": ")[1] for line in verify(folder).damage] == [
@@ -795,7 +799,7 @@ def one_document(folder: Path, form: Format, predicted, signal) -> list[str]:
 
 def test_verify_finds_what_no_teacher_says_whatever_the_checksums(tmp_path):
     top = Format("top_k", 500, k=3)
-    rows = {"logprobs": [[-1.0, -2, -3]] * 2, "odds": [[0.5]] * 2, "chosen": [-1.0] * 2}
+    rows = {"logprobs": [[-1.0, -2, -3]] * 2, "odds": [[0.5]] * 2, "token_logprobs": [-1.0] * 2}
     predicted = [False, True, True]
     assert one_document(tmp_path / "a", top, predicted, {**rows, "ids": [[1, 2, 3], [3, 2, 1]]}) == []
     twice = {**rows, "ids": [[1, 2, 3], [7, 9, 7]]}
@@ -804,10 +808,10 @@ def test_verify_finds_what_no_teacher_says_whatever_the_checksums(tmp_path):
     assert one_document(tmp_path / "c", top, predicted, beyond) == ["the id 511, and the teacher has 500 ids"]
     first = {**rows, "ids": [[1, 2, 3], [3, 2, 1]]}
     assert one_document(tmp_path / "d", top, [True, True, False], first) == ["a prediction of its first token"]
-    drawn = Format("sampled", 500, draws=4)
-    good = {"draws": [[1, 1, 5, 9], [2, 2, 2, 2]], "entropy": [1.0, 0.0]}
+    drawn = Format("sampled", 500, num_samples=4)
+    good = {"samples": [[1, 1, 5, 9], [2, 2, 2, 2]], "entropy": [1.0, 0.0]}
     assert one_document(tmp_path / "e", drawn, predicted, good) == []
-    mixed = {**good, "draws": [[1, 5, 1, 9], [2, 2, 2, 510]]}
+    mixed = {**good, "samples": [[1, 5, 1, 9], [2, 2, 2, 510]]}
     assert one_document(tmp_path / "f", drawn, predicted, mixed) == [
         "an id beyond the vocabulary",
         "draws that are not in the order of their ids",
@@ -849,19 +853,19 @@ def test_verify_compares_values_id_by_id():
 
 @pytest.mark.parametrize("draw", [505, 7], ids=["beyond the vocabulary", "an entry"])
 def test_draws_from_the_rest_that_cannot_be(tmp_path, draw):
-    form = Format("top_k", 500, k=2, rest=3)
+    form = Format("top_k", 500, k=2, tail_samples=3)
     create(tmp_path / "cache", {**IDENTITY, "kind": "top_k", "signal": signal_keys(form)}, fill)
     signal = {
         "ids": np.array([[7, 8]]),
         "logprobs": np.log([[0.5, 0.25]]),
         "odds": np.log([[1 / 3]]),
-        "chosen": np.array([-1.0]),
-        "rest": np.array([[9, 10, 11]]),
-        "rest_entropy": np.array([1.0]),
+        "token_logprobs": np.array([-1.0]),
+        "tail_samples": np.array([[9, 10, 11]]),
+        "tail_entropy": np.array([1.0]),
     }
-    for number, drawn in enumerate((signal["rest"], np.array([[9, draw, 11]]))):
+    for number, drawn in enumerate((signal["tail_samples"], np.array([[9, draw, 11]]))):
         writer = Writer(tmp_path / "cache")
-        streams = encode(form, {**signal, "rest": drawn})
+        streams = encode(form, {**signal, "tail_samples": drawn})
         writer.add(key_of(number), 2, to_bytes(form, np.arange(2), np.arange(2), np.arange(2) > 0, streams))
         writer.flush()
     (what,) = verify(tmp_path / "cache").damage

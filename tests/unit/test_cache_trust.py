@@ -17,18 +17,18 @@ import safetensors.numpy
 import torch
 
 import potstill
+from potstill.cache.build import build
+from potstill.cache.codec import Format, encode, from_bytes, read_sampled, read_top_k, to_bytes
+from potstill.cache.command import show_info
+from potstill.cache.convert import convert_cache
+from potstill.cache.manifest import identity_of, part, read_manifest
+from potstill.cache.reader import load_head
+from potstill.cache.shard import open_shard
+from potstill.cache.store import Cache, shard_names
+from potstill.cache.verify import verify
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
 from potstill.files import MANIFEST
 from potstill.models import load_teacher
-from potstill.teachers.build import build
-from potstill.teachers.codec import Format, encode, from_bytes, read_sampled, read_top_k, to_bytes
-from potstill.teachers.command import show_info
-from potstill.teachers.convert import convert_cache
-from potstill.teachers.inspect import verify
-from potstill.teachers.manifest import identity_of, part, read_manifest
-from potstill.teachers.shard import open_shard
-from potstill.teachers.shelf import load_head
-from potstill.teachers.store import Cache, shard_names
 from potstill.types import PotstillError
 
 SECRET = '{"secret": "outside"}'
@@ -409,17 +409,17 @@ def test_fuzzed_shards_are_read_as_safetensors_reads_them_or_not_at_all(made, tm
     assert 40 < taken < 300
 
 
-@pytest.mark.parametrize("kind", ["top_k", "sampled", "hidden", "chosen"])
+@pytest.mark.parametrize("kind", ["top_k", "sampled", "hidden", "token_logprobs"])
 def test_documents_of_fuzzed_bytes_are_read_or_one_sentence(kind):
     """Whoever makes a shard makes its checksums too."""
-    form = Format(kind, 300, k=6, draws=5, width=3, temperatures=(1.0,))
+    form = Format(kind, 300, k=6, num_samples=5, width=3, temperatures=(1.0,))
     random_numbers = np.random.default_rng(0)
     signal = {
         "ids": np.argsort(random_numbers.random((9, 300)), -1)[:, :6],
         "logprobs": -np.sort(random_numbers.random((9, 6)) * 5, -1),
         "odds": random_numbers.normal(size=(9, 1)),
-        "chosen": -random_numbers.random(9),
-        "draws": np.sort(random_numbers.integers(0, 300, (9, 5)), -1),
+        "token_logprobs": -random_numbers.random(9),
+        "samples": np.sort(random_numbers.integers(0, 300, (9, 5)), -1),
         "entropy": random_numbers.random(9),
         "hidden": random_numbers.random((9, 3)).astype(np.float32),
     }

@@ -22,20 +22,20 @@ from tiny import CPU, tiny
 from tiny_models import TOKENIZER, make_model, write_jsonl
 
 import potstill
+from potstill.cache.build import CacheWriter, build
+from potstill.cache.codec import read_sampled, read_top_k
+from potstill.cache.origin import format_of
+from potstill.cache.reader import CacheReader, load_head
+from potstill.cache.reading import pieces_of, weights_fingerprint
+from potstill.cache.store import Cache, Writer
+from potstill.cache.verify import coverage, verify
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
-from potstill.data import Windows, collate
+from potstill.data import StepBatches, collate
 from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_teacher, shared_ids
-from potstill.teachers.build import Scribe, build
-from potstill.teachers.cached import CachedTeacher
-from potstill.teachers.codec import read_sampled, read_top_k
-from potstill.teachers.inspect import coverage, verify
 from potstill.teachers.live import LiveTeacher
-from potstill.teachers.origin import format_of
-from potstill.teachers.reading import pieces_of, weights_fingerprint
-from potstill.teachers.several import as_teachers_need, open_teachers, prepared
-from potstill.teachers.shelf import Shelf, load_head
-from potstill.teachers.store import Cache, Writer
+from potstill.teachers.open import as_teachers_need, open_teachers, prepared
+from potstill.teachers.stored import CachedTeacher
 from potstill.training.student import LossKnobs
 from potstill.types import DenseTarget, PotstillError
 
@@ -225,7 +225,7 @@ def test_sampled_gradients_converge_to_those_of_full_kd(teacher, student, files,
     losses, estimates = [], []
     for seed in range(seeds):
         folder = tmp_path / str(seed)
-        build(teacher, StoreConfig(kind="sampled", draws=20, seed=seed), data, folder, name="tiny")
+        build(teacher, StoreConfig(kind="sampled", num_samples=20, seed=seed), data, folder, name="tiny")
         loss, gradients = step(student, batches, targets_of(opened(folder, student, data), batches))
         losses.append(loss)
         estimates.append(torch.cat([gradients[name].flatten() for name in names]).double())
@@ -339,7 +339,7 @@ def test_a_damaged_file_beside_the_shards_is_told_and_a_build_writes_it_anew(
     path = folder / name
     path.unlink() if remove else hit(path)
     with pytest.raises(PotstillError) as caught:
-        Shelf(Cache(folder))
+        CacheReader(Cache(folder))
     state = "missing" if remove else "not what was written"
     assert f"the cache {folder} is damaged: {name} is {state}. Run the command that made it" in str(caught.value)
     assert verify(folder).damage == [f"{name} is {state}"]
@@ -362,13 +362,13 @@ def test_training_does_not_begin_with_a_damaged_head(teacher, student, files, tm
 
 def test_a_tokenizer_that_changed_is_told_before_it_is_read(student, teacher, files, tmp_path):
     data = data_of(files, "text")
-    build(teacher, StoreConfig(kind="chosen"), data, tmp_path / "cache", name="tiny")
+    build(teacher, StoreConfig(kind="token_logprobs"), data, tmp_path / "cache", name="tiny")
     path = tmp_path / "cache" / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text(encoding="utf-8")[:-9], encoding="utf-8")
     with pytest.raises(PotstillError, match=r"is damaged: tokenizer/tokenizer\.json is not what was written"):
         opened(tmp_path / "cache", student, data)
-    build(teacher, StoreConfig(kind="chosen"), data, tmp_path / "cache", name="tiny")
-    opened(tmp_path / "cache", student, data, divergence="sampled_reverse_kl")
+    build(teacher, StoreConfig(kind="token_logprobs"), data, tmp_path / "cache", name="tiny")
+    opened(tmp_path / "cache", student, data, divergence="policy_gradient_kl")
 
 
 # What is missing
@@ -385,13 +385,13 @@ def partial(teacher, files, tmp_path_factory) -> Path:
 def test_a_missing_document_is_named_and_all_are_counted(partial, student, data):
     found = opened(partial, student, data)
     batches = batches_of(data, student)
-    expected = coverage(found.shelf.cache, data, student.tokenizer)
+    expected = coverage(found.source.cache, data, student.tokenizer)
     assert expected.missing == 10
     with pytest.raises(PotstillError) as caught:
         for batch in batches:
             found.prepare(batch)
     message = str(caught.value)
-    missing = next(e for batch in batches for e in batch.examples if found.shelf.cache.find([e.key])[0] < 0)
+    missing = next(e for batch in batches for e in batch.examples if found.source.cache.find([e.key])[0] < 0)
     assert f"the cache {partial} has no document {missing.source} ({missing.key})" in message
     assert missing.source.split(" ")[0] in message and ".jsonl" in missing.source
     assert f"10 of the {expected.documents} documents of data are not in it" in message
@@ -414,14 +414,14 @@ def test_what_is_missing_is_told_before_the_first_step(partial, files, tmp_path,
 
 
 def test_only_what_a_teacher_is_asked_about_must_be_there(partial, files, tmp_path):
-    recipe = recipe_of(tmp_path / "run", files, {"cache": str(partial), "only": {"kind": "text"}}, batch_size=4)
+    recipe = recipe_of(tmp_path / "run", files, {"cache": str(partial), "filter": {"kind": "text"}}, batch_size=4)
     sources = recipe["data"]["sources"]
     for source, kind in zip(sources, ("text", "other", "other"), strict=True):
         lines = [json.loads(line) for line in Path(source["files"]).read_text(encoding="utf-8").splitlines()]
         path = tmp_path / Path(source["files"]).name
         path.write_text("".join(json.dumps({**line, "kind": kind}) + "\n" for line in lines), encoding="utf-8")
         source["files"] = str(path)
-    recipe["teachers"].append({"cache": str(partial), "only": {"kind": "text"}})
+    recipe["teachers"].append({"cache": str(partial), "filter": {"kind": "text"}})
     recipe["train"] = {**recipe["train"], "steps": 2}
     recipe["train"].pop("epochs", None)
     assert potstill.train(recipe).step == 2
@@ -430,18 +430,18 @@ def test_only_what_a_teacher_is_asked_about_must_be_there(partial, files, tmp_pa
 def test_what_the_message_says_to_run_works_for_a_shorter_max_length_too(partial, teacher, student, files, tmp_path):
     """Pieces are cut as the cache's were, though 4 × max_length is another number; texts join a cache of chats."""
     folder = tmp_path / "cache"
-    build(teacher, StoreConfig(kind="chosen"), data_of(files, "chats"), folder, name="tiny")
+    build(teacher, StoreConfig(kind="token_logprobs"), data_of(files, "chats"), folder, name="tiny")
     more = data_of(files, "text", "pairs", max_length=32, piece_bytes=None)
-    added = build(teacher, StoreConfig(kind="chosen"), more, folder, name="tiny")
+    added = build(teacher, StoreConfig(kind="token_logprobs"), more, folder, name="tiny")
     assert added.there == 0 and coverage(Cache(folder), more, student.tokenizer).missing == 0
-    again = build(teacher, StoreConfig(kind="chosen"), more, folder, name="tiny")
+    again = build(teacher, StoreConfig(kind="token_logprobs"), more, folder, name="tiny")
     assert (again.documents, again.there) == (0, added.documents)
 
 
 def test_missing_documents_that_are_skipped_are_as_if_they_were_not_there(partial, student, data, files):
     """Counted; and the step's loss and gradient are those of the texts alone, divided by their tokens."""
     found = opened(partial, student, data, "skip")
-    (window,) = islice(Windows(data, student.tokenizer, batch_size=30, micro_batch_size=3, seed=0, epochs=1), 1)
+    (window,) = islice(StepBatches(data, student.tokenizer, batch_size=30, micro_batch_size=3, seed=0, epochs=1), 1)
     (ready,) = prepared([window], [found])
     kept = ready.window.batches
     assert ready.window.counts["skipped_examples"] == ready.window.state["counts"]["skipped_examples"] == 10
@@ -459,12 +459,12 @@ def test_missing_documents_that_are_skipped_are_as_if_they_were_not_there(partia
 
 def test_windows_of_which_nothing_is_left_are_passed_over_and_not_for_ever(partial, student, files):
     found = opened(partial, student, data_of(files, "pairs"), "skip")
-    pairs = Windows(
+    pairs = StepBatches(
         data_of(files, "pairs"), student.tokenizer, batch_size=2, micro_batch_size=2, seed=0, epochs=None
     )  # without end
     with pytest.raises(PotstillError, match="on_missing is skip, and the cache has none of the documents"):
         list(prepared(pairs, [found]))
-    mixed = Windows(
+    mixed = StepBatches(
         data_of(files, "text", "pairs", packing=False),
         student.tokenizer,
         batch_size=1,
@@ -513,10 +513,10 @@ def test_a_document_longer_than_the_cache_s_teacher_could_read(teacher, student,
     short.model = copy.copy(teacher.model)
     short.model.config = copy.deepcopy(teacher.model.config)
     short.model.config.max_position_embeddings = 20
-    build(short, StoreConfig(kind="chosen"), data_of(files, "text"), tmp_path / "cache", name="tiny")
+    build(short, StoreConfig(kind="token_logprobs"), data_of(files, "text"), tmp_path / "cache", name="tiny")
     cache = Cache(tmp_path / "cache")
     form = cache.form
-    assert form.kind == "chosen"
+    assert form.kind == "token_logprobs"
     assert max(len(cache.document(at).tokens) for at in range(len(cache))) == 20
     build(short, StoreConfig(kind="top_k", k=4), data_of(files, "text"), tmp_path / "top", name="tiny")
     whole = batches_of(data_of(files, "text"), student)
@@ -637,7 +637,11 @@ def test_two_caches_with_other_pieces_are_told_apart(built, teacher, student, fi
             r"unbiased for forward_kl only, and loss.divergence is reverse_kl",
         ),
         ({"kind": "sampled"}, {"entropy_gate": 1.0}, r"unbiased for forward_kl only, and loss.entropy_gate is set"),
-        ({"kind": "chosen"}, {}, r"only how likely the text's own tokens were, and the loss needs a distribution"),
+        (
+            {"kind": "token_logprobs"},
+            {},
+            r"only how likely the text's own tokens were, and the loss needs a distribution",
+        ),
     ],
 )
 def test_a_loss_that_the_cache_cannot_serve_is_refused(built, teacher, student, data, tmp_path, store, loss, says):
@@ -668,7 +672,7 @@ def test_a_loss_that_the_cache_can_serve_is_not(built, student, data, store, los
 
 def test_a_refusal_comes_before_the_run(built, files, tmp_path):
     with pytest.raises(PotstillError, match="how likely the text's own tokens were"):
-        potstill.train(recipe_of(tmp_path / "run", files, {"cache": str(built(kind="chosen"))}))
+        potstill.train(recipe_of(tmp_path / "run", files, {"cache": str(built(kind="token_logprobs"))}))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -706,13 +710,13 @@ def test_the_first_epoch_fills_the_cache_and_the_second_needs_no_teacher(
     teacher, tiny_teacher, files, tmp_path, monkeypatch, kind
 ):
     computed: list[str] = []
-    write = Scribe.write
+    write = CacheWriter.write
 
     def counting(self, examples):
         computed.extend(example.key for example in examples)
         return write(self, examples)
 
-    monkeypatch.setattr(Scribe, "write", counting)
+    monkeypatch.setattr(CacheWriter, "write", counting)
     cache = tmp_path / "cache"
     both = {"model": str(tiny_teacher), "cache": str(cache), "store": {"kind": kind, "k": 16}}
     potstill.train(recipe_of(tmp_path / "first", files, both))
@@ -724,9 +728,9 @@ def test_the_first_epoch_fills_the_cache_and_the_second_needs_no_teacher(
     def never(*_, **__):
         raise AssertionError("the teacher was asked")
 
-    monkeypatch.setattr(Scribe, "write", never)
+    monkeypatch.setattr(CacheWriter, "write", never)
     potstill.train(recipe_of(tmp_path / "second", files, both))
-    monkeypatch.setattr("potstill.teachers.several.load_teacher", never)
+    monkeypatch.setattr("potstill.teachers.open.load_teacher", never)
     potstill.train(recipe_of(tmp_path / "alone", files, {"cache": str(cache)}))
     assert losses(tmp_path / "alone") == losses(tmp_path / "first") == losses(tmp_path / "second")
     metrics = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
@@ -772,7 +776,7 @@ def test_documents_move_from_memory_to_the_disk_while_they_are_read(
     batch = batches_of(data, student)[0]
     before = found.targets(batch, None)
     looking = Cache.documents
-    writer: Writer = found.shelf._scribe.writer
+    writer: Writer = found.source._writer.writer
 
     def flushed_after(self, keys):
         result = looking(self, keys)
@@ -792,13 +796,13 @@ def test_what_waits_is_written_in_time_though_nothing_is_added(teacher, tiny_tea
     (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
     batch = batches_of(data, student)[0]
     found.targets(batch, None)
-    scribe = found.shelf._scribe
+    writer = found.source._writer
     found.prepare(batch)
-    assert scribe.writer.waiting and len(Cache(tmp_path / "cache")) == 0
-    scribe._shard_seconds = 0.0
+    assert writer.writer.waiting and len(Cache(tmp_path / "cache")) == 0
+    writer._shard_seconds = 0.0
     assert found.prepare(batch) is not None
-    scribe._tending.result()
-    assert not scribe.writer.waiting and len(Cache(tmp_path / "cache")) == len({e.key for e in batch.examples})
+    writer._tending.result()
+    assert not writer.writer.waiting and len(Cache(tmp_path / "cache")) == len({e.key for e in batch.examples})
     found.close()
 
 
@@ -807,8 +811,8 @@ def test_a_disk_that_fills_while_the_cache_is_only_read_is_told(tiny_teacher, st
     (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
     batch = batches_of(data, student)[0]
     found.targets(batch, None)
-    scribe = found.shelf._scribe
-    scribe._shard_seconds = 0.0
+    writer = found.source._writer
+    writer._shard_seconds = 0.0
 
     def full(_):
         raise PotstillError("could not write")
@@ -817,7 +821,7 @@ def test_a_disk_that_fills_while_the_cache_is_only_read_is_told(tiny_teacher, st
         patch.setattr(Writer, "flush", full)
         found.prepare(batch)
         with suppress(PotstillError):
-            scribe._tending.result()
+            writer._tending.result()
         with pytest.raises(PotstillError, match="could not write"):
             found.prepare(batch)
     found.close()
@@ -854,7 +858,7 @@ def test_what_another_process_added_is_used(teacher, tiny_teacher, student, data
     def never(*_):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(Scribe, "write", never)
+    monkeypatch.setattr(CacheWriter, "write", never)
     targets_of(found, batches)
     found.targets(batches[0], None)
     found.close()
@@ -897,7 +901,7 @@ def test_threads_that_read_while_the_cache_grows(teacher, tiny_teacher, student,
     try:
         for batch in batches:
             found.targets(batch, None)
-            found.shelf._scribe._worker.submit(found.shelf._scribe._flush).result()
+            found.source._writer._worker.submit(found.source._writer._flush).result()
     finally:
         done.set()
         thread.join()
@@ -918,7 +922,7 @@ def test_a_teacher_that_is_not_finite_is_not_cached(tmp_path, files):
     assert verify(tmp_path / "cache").damage == []  # what was sound before it
 
 
-@pytest.mark.parametrize("kind", ["top_k", "sampled", "chosen", "hidden"])
+@pytest.mark.parametrize("kind", ["top_k", "sampled", "token_logprobs", "hidden"])
 def test_a_head_that_is_not_finite_is_not_cached(teacher, files, tmp_path, kind):
     broken = copy.copy(teacher)
     broken.model = copy.deepcopy(teacher.model)
@@ -934,20 +938,20 @@ def test_a_head_that_is_not_finite_is_not_cached(teacher, files, tmp_path, kind)
         assert len(Cache(tmp_path / "cache")) == 0
 
 
-@pytest.mark.parametrize("kind", ["top_k", "sampled", "chosen", "hidden"])
+@pytest.mark.parametrize("kind", ["top_k", "sampled", "token_logprobs", "hidden"])
 def test_verify_finds_documents_that_are_not_what_the_teacher_says(teacher, files, tmp_path, monkeypatch, kind):
     """One of them, with every checksum right: as a teacher that was changed while it was run would write it."""
     data, store = data_of(files, "text"), StoreConfig(kind=kind, k=16)
     folder = tmp_path / "cache"
     known = next(pieces_of(data, teacher.tokenizer)).key
-    add = Scribe._add
+    add = CacheWriter._add
 
     def other(self, examples, signal_rows):
         if any(example.key == known for example in examples):
             signal_rows = {name: values[::-1].copy() for name, values in signal_rows.items()}
         add(self, examples, signal_rows)
 
-    monkeypatch.setattr(Scribe, "_add", other)
+    monkeypatch.setattr(CacheWriter, "_add", other)
     build(teacher, store, data, folder, name="tiny", batch_tokens=1)
     assert verify(folder).damage == []
     report = verify(folder, teacher, sample=99)
@@ -976,8 +980,8 @@ def test_the_same_weights_with_another_configuration_are_another_teacher(teacher
 def test_temperatures_that_a_cache_has_no_use_for(teacher):
     assert format_of(StoreConfig(k=8, temperatures=[2.0, 1.0, 1.0]), teacher).temperatures == (1.0, 2.0)
     with pytest.raises(PotstillError, match=r"draws from the rest are at temperature 1, .* add 1 to temperatures"):
-        format_of(StoreConfig(k=8, temperatures=[2.0], rest=4), teacher)
-    for kind in ("sampled", "chosen"):
+        format_of(StoreConfig(k=8, temperatures=[2.0], tail_samples=4), teacher)
+    for kind in ("sampled", "token_logprobs"):
         with pytest.raises(PotstillError, match=rf"what kind {kind} keeps is at temperature 1: leave them out"):
             format_of(StoreConfig(kind=kind, temperatures=[2.0]), teacher)
     assert format_of(StoreConfig(kind="hidden", temperatures=[2.0]), teacher).kind == "hidden"

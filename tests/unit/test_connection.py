@@ -18,9 +18,9 @@ from gzip import compress
 import pytest
 
 from potstill.config import EngineConfig, RemoteConfig, TeacherConfig
-from potstill.recipe import checked
+from potstill.config.recipe import checked
+from potstill.serving.http import Connection
 from potstill.teachers.asking import Asking
-from potstill.teachers.connection import Connection
 from potstill.types import PotstillError
 
 Parts = Callable[[], Iterable[bytes]]
@@ -63,12 +63,14 @@ def saying(answer: bytes | Parts | None, heard: list[bytes] | None = None) -> It
 
 def test_a_command_without_a_recipe_names_its_option() -> None:
     with pytest.raises(PotstillError, match="--token-env: there is no environment variable NO_SUCH_VARIABLE"):
-        Connection("http://127.0.0.1:9", RemoteConfig(token="NO_SUCH_VARIABLE"), "MODEL")
+        Connection("http://127.0.0.1:9", RemoteConfig(api_key_env="NO_SUCH_VARIABLE"), "MODEL")
 
 
 def connection(address: str, said: list[str] | None = None, **remote: object) -> Connection:
     lines = [] if said is None else said
-    return Connection(address, RemoteConfig.model_validate({"patience": 5.0, **remote}), "teachers[0]", lines.append)
+    return Connection(
+        address, RemoteConfig.model_validate({"retry_timeout": 5.0, **remote}), "teachers[0]", lines.append
+    )
 
 
 def test_close_ends_a_request_that_is_under_way() -> None:
@@ -117,15 +119,15 @@ def test_tokens_of_the_environment(monkeypatch: pytest.MonkeyPatch, value: str, 
     monkeypatch.setenv("A_TOKEN", value)
     with saying(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}") as (address, _):
         if sent:
-            made = connection(address, token="A_TOKEN")
+            made = connection(address, api_key_env="A_TOKEN")
             assert made.headers["authorization"] == "Bearer secret"
             assert made.get("/version").content == b"{}"
             made.close()
             return
         with pytest.raises(
-            PotstillError, match=r"teachers\[0\]\.remote\.token: the environment variable A_TOKEN"
+            PotstillError, match=r"teachers\[0\]\.remote\.api_key_env: the environment variable A_TOKEN"
         ) as error:
-            connection(address, token="A_TOKEN")
+            connection(address, api_key_env="A_TOKEN")
         assert "ret" not in str(error.value)
 
 
@@ -146,15 +148,15 @@ def test_a_request_that_cannot_be_sent_is_not_shown_nor_tried_again(monkeypatch:
         (b"307 Temporary Redirect\r\nlocation: https://elsewhere/x", None, r"elsewhere \(307\), to https://elsewhere/x"),
         (b"304 Not Modified", None, "sent elsewhere"),
         (b"200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nrubb", None, r"is compressed \(gzip\)"),
-        (b"401 Unauthorized", None, r"no token was sent: name the environment variable .* teachers\[0\]\.remote\.token"),
-        (b"401 Unauthorized", "A_TOKEN", r"A_TOKEN \(teachers\[0\]\.remote\.token\) is not the server's"),
+        (b"401 Unauthorized", None, r"no token was sent: name the environment variable .* teachers\[0\]\.remote\.api_key_env"),
+        (b"401 Unauthorized", "A_TOKEN", r"A_TOKEN \(teachers\[0\]\.remote\.api_key_env\) is not the server's"),
     ],
 )  # fmt: skip
 def test_answers_that_end_a_run(monkeypatch: pytest.MonkeyPatch, answer: bytes, token: str | None, words: str) -> None:
     monkeypatch.setenv("A_TOKEN", "secret")
     body = b"" if b"\r\n\r\n" in answer else b"\r\ncontent-length: 0\r\n\r\n"
     with saying(b"HTTP/1.1 " + answer + body) as (address, _):
-        made = connection(address, token=token)
+        made = connection(address, api_key_env=token)
         with pytest.raises(PotstillError, match=words):
             made.post("/score", b"x")
         made.close()
@@ -202,7 +204,7 @@ def dripping(before: bytes, letter: bytes, after: bytes) -> Iterator[bytes]:
 )
 def test_a_byte_now_and_then_does_not_hold_a_request(before: bytes, letter: bytes, after: bytes) -> None:
     with saying(lambda: dripping(before, letter, after)) as (address, _):
-        made = connection(address, timeout=1.0, patience=0.0)
+        made = connection(address, timeout=1.0, retry_timeout=0.0)
         with pytest.raises(PotstillError, match=r"does not answer in time \(teachers\[0\]\.remote\.timeout\)"):
             made.get("/version")
         made.close()
@@ -258,7 +260,7 @@ def test_nothing_of_a_servers_moves_the_cursor_or_shows_the_token(monkeypatch: p
     head = b"HTTP/1.1 " + code + b"\r\nlocation: " + place + b"\r\ncontent-length: " + str(len(body)).encode()
     said: list[str] = []
     with saying(head + b"\r\n\r\n" + body) as (address, _):
-        made = connection(address, said, token="A_TOKEN", patience=0.4)
+        made = connection(address, said, api_key_env="A_TOKEN", retry_timeout=0.4)
         with pytest.raises(PotstillError) as error:
             made.get("/version")
         made.close()
@@ -283,11 +285,11 @@ def test_a_password_in_an_address_is_refused_and_not_shown() -> None:
         (TeacherConfig, {"server": "http://me%3Ahunter2@host"}),
         (TeacherConfig, {"server": "http://me%3ahunter2%40host"}),
     ):
-        with pytest.raises(PotstillError, match=r"server: an address holds no password.*remote\.token") as error:
+        with pytest.raises(PotstillError, match=r"server: an address holds no password.*remote\.api_key_env") as error:
             checked(section, keys, "recipe.yaml")
         assert "ter2" not in str(error.value)
     for address in ("http://host/?key=hunter2", "http://host/v1#hunter2"):
-        with pytest.raises(PotstillError, match=r"server: an address ends with its path.*remote\.token") as error:
+        with pytest.raises(PotstillError, match=r"server: an address ends with its path.*remote\.api_key_env") as error:
             checked(TeacherConfig, {"server": address}, "recipe.yaml")
         assert "hunter2" not in str(error.value)
     for address in ("http://me:hunter2", "me:hunter2", "http://[hunter2", "http://hunter2\u2100:80", "http://"):
@@ -306,7 +308,7 @@ def test_no_spelling_of_a_secret_is_shown_however_the_answer_is_cut(monkeypatch:
         body = words.encode()
         head = b"HTTP/1.1 403 Forbidden\r\ncontent-length: " + str(len(body)).encode() + b"\r\n\r\n"
         with saying(head + body) as (address, _):
-            made = connection(address.replace("//", "//me@"), token="A_TOKEN")
+            made = connection(address.replace("//", "//me@"), api_key_env="A_TOKEN")
             with pytest.raises(PotstillError, match=r"is refused \(403\): .*\*\*\*") as error:
                 made.get("/version")
             made.close()
@@ -317,7 +319,7 @@ def test_a_users_password_is_read_from_the_environment(monkeypatch: pytest.Monke
     monkeypatch.setenv("A_TOKEN", "hunter2")
     heard: list[bytes] = []
     with saying(OK + b"content-length: 2\r\n\r\n{}", heard) as (address, _):
-        made = connection(address.replace("//", "//m%20e@"), token="A_TOKEN")
+        made = connection(address.replace("//", "//m%20e@"), api_key_env="A_TOKEN")
         assert made.get("/version").json() == {}
         made.close()
     assert b"authorization: Basic bSBlOmh1bnRlcjI=\r\n" in heard[0]  # of "m e:hunter2"
@@ -330,7 +332,9 @@ def test_a_users_password_is_read_from_the_environment(monkeypatch: pytest.Monke
 def test_a_server_that_was_never_there_is_not_waited_for() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        made = connection(f"http://127.0.0.1:{free.getsockname()[1]}", said := [], patience=600.0, start_patience=0.5)
+        made = connection(
+            f"http://127.0.0.1:{free.getsockname()[1]}", said := [], retry_timeout=600.0, start_patience=0.5
+        )
         words = r"cannot be reached .*; given up after \d s \(teachers\[0\]\.remote\.start_patience\); is it running, and is"
         with pytest.raises(PotstillError, match=words):
             made.get("/version")
@@ -340,10 +344,10 @@ def test_a_server_that_was_never_there_is_not_waited_for() -> None:
 
 def test_a_server_that_was_there_is_waited_for() -> None:
     with saying(OK + b"content-length: 2\r\nconnection: close\r\n\r\n{}") as (address, _):
-        made = connection(address, said := [], patience=1.0, start_patience=0.0)
+        made = connection(address, said := [], retry_timeout=1.0, start_patience=0.0)
         made.get("/version")
     with pytest.raises(
-        PotstillError, match=r"cannot be reached .*given up after \d s \(teachers\[0\]\.remote\.patience\)$"
+        PotstillError, match=r"cannot be reached .*given up after \d s \(teachers\[0\]\.remote\.retry_timeout\)$"
     ):
         made.get("/version")
     made.close()

@@ -11,7 +11,7 @@ from tiny_spelling import random_spelling
 from potstill.losses import DIVERGENCES, CrossTarget, DenseTarget, fused_linear_kd
 from potstill.types import Spelling
 
-METHODS = ("shared", "projection", "chunk", "uld")
+METHODS = ("common_vocab", "projection", "span_likelihood", "uld")
 
 
 def both(target, hidden, head, labels, name, temperature=1.0, **options):
@@ -30,7 +30,7 @@ def both(target, hidden, head, labels, name, temperature=1.0, **options):
     return results
 
 
-CELLS = [(method, t) for method in METHODS for t in (1.0, 1.7) if method != "chunk" or t == 1.0]
+CELLS = [(method, t) for method in METHODS for t in (1.0, 1.7) if method != "span_likelihood" or t == 1.0]
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -46,13 +46,13 @@ def test_equals_the_naive_twin(method, name, k, temperature):
 
 
 @pytest.mark.parametrize("cases", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", ["spelled", *METHODS])
+@pytest.mark.parametrize("method", ["prefix_marginal", *METHODS])
 def test_never_below_zero_in_thousands_of_cases(method, cases):
     """Chunks (rows, when spelled) of random models, by every divergence, sure ones and unsure ones, whole and truncated."""
     seen, seed = 0, 0
     while seen < cases:
         divergence = list(DIVERGENCES)[seed % len(DIVERGENCES)]
-        if method == "spelled":
+        if method == "prefix_marginal":
             hidden, head, labels, target = random_spelling(seed)
             rows = torch.arange(len(labels))
         else:
@@ -67,7 +67,7 @@ def test_never_below_zero_in_thousands_of_cases(method, cases):
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("method", ["spelled", "shared", "projection"])
+@pytest.mark.parametrize("method", ["prefix_marginal", "common_vocab", "projection"])
 def test_the_same_vocabulary_is_the_plain_divergence(method, divergence):
     """In value and gradient, in float64, with each id its own partner."""
     torch.manual_seed(4)
@@ -75,7 +75,7 @@ def test_the_same_vocabulary_is_the_plain_divergence(method, divergence):
     hidden, head, labels = torch.randn(rows, 6).double(), torch.randn(ids, 6).double(), torch.randint(ids, (rows,))
     logits, every = 2 * torch.randn(rows, ids).double(), np.arange(rows)
     plain = DenseTarget(logits=logits)
-    if method == "spelled":
+    if method == "prefix_marginal":
         nothing, own = np.zeros(0, dtype=np.int64), torch.from_numpy(every)
         none = torch.from_numpy(nothing)
         spelling = Spelling(

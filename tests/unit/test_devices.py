@@ -16,11 +16,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from potstill.config import Recipe
-from potstill.data import Window
+from potstill.data import StepBatch
 from potstill.losses import fused_linear_kd
 from potstill.models import LanguageModel
 from potstill.teachers.live import LiveTeacher
-from potstill.teachers.several import Prepared
+from potstill.teachers.open import Prepared
 from potstill.training import loop
 from potstill.training.metrics import Stopwatch
 from potstill.training.optimizer import make_optimizers
@@ -60,7 +60,7 @@ def ready(steps):
     return Prepared(steps, [[None] for _ in steps.batches])
 
 
-OWN = {"divergence": "sampled_reverse_kl", "discount": 0.9, "ce_weight": 0.5}
+OWN = {"divergence": "policy_gradient_kl", "discount": 0.9, "ce_weight": 0.5}
 
 
 def recipe(own=False, **train):
@@ -70,7 +70,7 @@ def recipe(own=False, **train):
             "student": {"config": LLAMA, "tokenizer": TOKENIZER},
             "teachers": [{"model": "unused"}],
             "data": {"sources": [{"files": "unused"}]},
-            "policy": {"on_policy": float(own), "sampling": {"max_new_tokens": 16}},
+            "rollouts": {"on_policy_fraction": float(own), "sampling": {"max_new_tokens": 16}},
             "loss": OWN if own else {"divergence": "jsd", "temperature": 2.0, "ce_weight": 0.5},
             "train": {"steps": 3, "batch_size": 4, **train},
         }
@@ -91,7 +91,7 @@ def window(packed, micro_batches, own=False):
     rows = [[documents[0], documents[1]], [documents[2], documents[3]]] if packed else [[d] for d in documents]
     size = len(rows) // micro_batches
     batches = tuple(batch_of(*rows[i : i + size]) for i in range(0, len(rows), size))
-    return Window(batches, {}, {"supervised_tokens": 1}, 0)
+    return StepBatch(batches, {}, {"supervised_tokens": 1}, 0)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_a_step_on_fake_cuda_tensors_mixes_no_devices(fake_cuda, packed, optimiz
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
         batches = tuple(fake_batch(mode, batch) for batch in window(packed, 1, own).batches)
-        steps = Window(batches, {}, {"supervised_tokens": 1}, 0)
+        steps = StepBatch(batches, {}, {"supervised_tokens": 1}, 0)
         metrics = loop.optimizer_step(settings, parts, ready(steps), Run(Path(), total_steps=3), Stopwatch())
     assert metrics["step"] == 1
     assert reads[0].device == fake_cuda
@@ -182,7 +182,7 @@ def test_the_host_waits_once_a_step(packed, micro_batches, own, monkeypatch):
             monkeypatch.setattr(torch.Tensor, method, functools.partialmethod(note))
         metrics = loop.optimizer_step(settings, parts, ready(steps), Run(Path(), 1, 3), Stopwatch())
     assert len(reads) == 2
-    assert (metrics.keys() >= {"behaviour_gap", "ratio_mean", "ratio_clipped", "advantage"}) == own
+    assert (metrics.keys() >= {"sampling_logprob_gap", "ratio_mean", "ratio_clipped", "advantage"}) == own
     # The one read, for the log. On a CPU, where nobody waits, the backward pass looks whether its scale is 1.
     assert counter.seen == ["__bool__", "aten._local_scalar_dense.default"] * micro_batches + ["tolist"]
 

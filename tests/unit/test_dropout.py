@@ -11,7 +11,7 @@ from potstill.config import SamplingConfig, StudentConfig
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_student
 from potstill.models.dropout import set_dropout
-from potstill.rollouts.engine import Ask
+from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.transformers import TransformersEngine
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -35,7 +35,7 @@ def load(kind: str) -> LanguageModel:
 @torch.no_grad()
 def gap(model: LanguageModel) -> float:
     """Between the log-probabilities with which a text was written and those of a pass in training mode."""
-    ask = Ask(np.arange(5, 17, dtype=np.int32), 1)
+    ask = GenerationRequest(np.arange(5, 17, dtype=np.int32), 1)
     model.model.train()
     (text,) = TransformersEngine(model, SamplingConfig(max_new_tokens=16), stop_ids=()).generate([ask])
     assert model.model.training

@@ -7,7 +7,7 @@ from served import Served
 from tiny import CPU, tiny
 from typer.testing import CliRunner
 
-from potstill.cli import app
+from potstill.cli.main import app
 from potstill.config import DataConfig, TeacherConfig
 from potstill.evals.command import source_of
 from potstill.evals.fidelity import evaluate
@@ -100,7 +100,7 @@ def other(folder):
 
 
 def test_a_teacher_behind_a_server_gives_the_kl_of_the_model(folder, other):
-    """Windows too: they are asked about in their own tokens."""
+    """StepBatches too: they are asked about in their own tokens."""
     words = [folder / "model", "--data", folder / "long.jsonl", "--max-length", 16]
     live = said_of(*words, "--teacher", other)
     with (
@@ -115,10 +115,10 @@ def test_a_teacher_behind_a_server_gives_the_kl_of_the_model(folder, other):
 
 
 def test_a_cache_as_teacher_gives_the_kl_of_what_it_holds(folder, other):
+    from potstill.cache.build import build
+    from potstill.cache.origin import LiveOrigin
     from potstill.config import StoreConfig
-    from potstill.data import Windows
-    from potstill.teachers.build import build
-    from potstill.teachers.origin import LiveOrigin
+    from potstill.data import StepBatches
 
     data = DataConfig.model_validate({"sources": [{"files": str(folder / "long.jsonl")}], "piece_bytes": 150})
     loaded = load_teacher(TeacherConfig(model=str(other)), CPU, "x")
@@ -128,7 +128,7 @@ def test_a_cache_as_teacher_gives_the_kl_of_what_it_holds(folder, other):
     # Another way: the same text as it is trained on, the teacher's model beside it.
     student = load_teacher(TeacherConfig(model=str(folder / "model")), CPU, "x")
     whole = data.model_copy(update={"max_length": 128})
-    windows = Windows(whole, student.tokenizer, batch_size=8, micro_batch_size=8, seed=0, epochs=1)
+    windows = StepBatches(whole, student.tokenizer, batch_size=8, micro_batch_size=8, seed=0, epochs=1)
     batches = [batch for window in windows for batch in window.batches]
     expected = evaluate(student, LiveTeacher(loaded, 2048, "other"), batches, CPU)
     assert cached["kl"] == pytest.approx(expected["kl"], rel=2e-3)

@@ -90,10 +90,10 @@ def test_a_text_that_is_the_json_of_a_pair_has_another_key() -> None:
 
 def test_share_keeps_by_content_alone() -> None:
     texts = [f"text {i}" for i in range(2000)]
-    kept = [t for t in texts if pieces({"text": t}, share=0.25)]
+    kept = [t for t in texts if pieces({"text": t}, fraction=0.25)]
     assert kept == [t for t in texts if uniform(text_key(t)) < 0.25]
     assert 440 < len(kept) < 560
-    assert set(kept) < {t for t in texts if pieces({"text": t}, share=0.5)}
+    assert set(kept) < {t for t in texts if pieces({"text": t}, fraction=0.5)}
 
 
 def test_plain_text_is_supervised_but_for_its_first_token_and_ends_with_eos() -> None:

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from potstill.losses import (
     DIVERGENCES,
-    ChosenTarget,
     DenseTarget,
     SampledTarget,
+    TokenLogprobsTarget,
     TopKTarget,
     compare_rows,
     fused_linear_kd,
@@ -256,7 +256,10 @@ def test_memory_does_not_grow_with_rows_times_vocabulary():
             r"ce_weight \[2\] of torch.float32 must be a number",
         ),
         ({"ce_weight": torch.zeros(3).long(), "labels": torch.zeros(3).long()}, "one a row, and floating point"),
-        ({"target": ChosenTarget(torch.zeros(3))}, "only how likely the text's own tokens are, and a divergence needs"),
+        (
+            {"target": TokenLogprobsTarget(torch.zeros(3))},
+            "only how likely the text's own tokens are, and a divergence needs",
+        ),
         ({"labels": torch.zeros(4, dtype=torch.int64)}, r"labels \[4\] of torch.int64 must be \[3\]"),
         ({"weight": torch.zeros(9, 5)}, "must be"),
         ({"target": DenseTarget(logits=torch.zeros(2, 9))}, "2 rows and the student 3"),

@@ -5,7 +5,7 @@ import torch
 from tiny import tiny
 
 from potstill.config import LrScheduleConfig, OptimizerConfig
-from potstill.sections import Schedule
+from potstill.config.sections import Schedule
 from potstill.training.optimizer import Float32Muon, lr_factor, make_optimizers, set_lr
 
 
@@ -19,9 +19,11 @@ from potstill.training.optimizer import Float32Muon, lr_factor, make_optimizers,
     ],
 )
 def test_lr_schedule(shape, points):
-    config = LrScheduleConfig(shape=shape, warmup=4, floor=0.1, decay=0.2)
+    config = LrScheduleConfig(shape=shape, warmup_steps=4, min_lr_ratio=0.1, decay=0.2)
     for step, expected in points.items():
         assert lr_factor(step, 105, config) == pytest.approx(expected), step
+        of_all = config.model_copy(update={"warmup_steps": 0, "warmup_ratio": 0.04})  # 4.2 of 105 steps
+        assert lr_factor(step, 105, of_all) == pytest.approx(expected), step
 
 
 def test_schedule_of_a_loss_weight():

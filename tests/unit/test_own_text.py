@@ -8,8 +8,8 @@ import torch
 from tiny import tiny
 
 from potstill.config import DataConfig, SamplingConfig, SourceConfig
-from potstill.evals.own_text import OwnText
-from potstill.rollouts.engine import Ask
+from potstill.evals.on_policy import OnPolicyEval
+from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.sampling import rollout_seed
 from potstill.rollouts.transformers import TransformersEngine
 from potstill.teachers.live import LiveTeacher
@@ -17,12 +17,12 @@ from potstill.teachers.live import LiveTeacher
 BEGINNINGS = ["The people of the United States", "Once upon a time", "It is the duty of Congress"]
 
 
-def own_text(student, teacher, folder, **keys) -> OwnText:
+def on_policy_eval(student, teacher, folder, **keys) -> OnPolicyEval:
     path = folder / "held-out.jsonl"
     path.write_text("".join(f'{{"text": "{text} and what follows is not read"}}\n' for text in BEGINNINGS))
     data = DataConfig(sources=[SourceConfig(files=str(path))], max_length=64)
     known = {"texts": 3, "prompt_tokens": 4, "max_new_tokens": 9, "batch_size": 2} | keys
-    return OwnText(student, LiveTeacher(teacher, len(teacher.tokenizer), "t"), data, **known)
+    return OnPolicyEval(student, LiveTeacher(teacher, len(teacher.tokenizer), "t"), data, **known)
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def naive(student, teacher) -> tuple[float, float]:
     engine = TransformersEngine(student, SamplingConfig(max_new_tokens=9), stop_ids=[student.tokenizer.eos_token_id])
     for i, text in enumerate(BEGINNINGS):
         prompt = np.array(student.tokenizer(text).input_ids[:5], dtype=np.int32)  # bos and four tokens
-        (written,) = engine.generate([Ask(prompt, rollout_seed(0, i, 0))])
+        (written,) = engine.generate([GenerationRequest(prompt, rollout_seed(0, i, 0))])
         ids = torch.from_numpy(np.concatenate([prompt, written.ids])[None].astype(np.int64))
         at = slice(len(prompt) - 1, -1)
         logq, logp = (m.model(input_ids=ids).logits[0, at].double().log_softmax(-1) for m in (student, teacher))
@@ -44,14 +44,16 @@ def naive(student, teacher) -> tuple[float, float]:
 def test_it_is_the_mean_over_what_the_student_wrote(tmp_path) -> None:
     student, teacher = tiny(seed=0, initializer_range=0.2), tiny(seed=1, initializer_range=0.2)
     student.model.train()
-    found = own_text(student, teacher, tmp_path)()
+    found = on_policy_eval(student, teacher, tmp_path)()
     reverse, forward = naive(student, teacher)
-    assert found["own_reverse_kl"] == pytest.approx(reverse, rel=1e-5) and reverse > 0.01
-    assert found["own_forward_kl"] == pytest.approx(forward, rel=1e-5) and forward != pytest.approx(reverse, rel=1e-3)
-    assert found["own_length"] <= 9.0 and student.model.training
-    assert found == own_text(student, teacher, tmp_path)()  # the same texts every time
+    assert found["on_policy_reverse_kl"] == pytest.approx(reverse, rel=1e-5) and reverse > 0.01
+    assert found["on_policy_forward_kl"] == pytest.approx(forward, rel=1e-5) and forward != pytest.approx(
+        reverse, rel=1e-3
+    )
+    assert found["on_policy_length"] <= 9.0 and student.model.training
+    assert found == on_policy_eval(student, teacher, tmp_path)()  # the same texts every time
 
 
 def test_a_student_that_is_its_teacher_is_at_zero(tmp_path) -> None:
     model = tiny()
-    assert own_text(model, model, tmp_path)()["own_reverse_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert on_policy_eval(model, model, tmp_path)()["on_policy_reverse_kl"] == pytest.approx(0.0, abs=1e-6)

@@ -17,7 +17,7 @@ import torch
 from tiny_tokenizer import BOS, CHATML, EOS, ids, tiny_tokenizer
 
 from potstill.config import DataConfig
-from potstill.data import Prefetched, Window, Windows, collate, count_windows, prefetch
+from potstill.data import Prefetched, StepBatch, StepBatches, collate, count_windows, prefetch
 from potstill.data.layout import pack
 from potstill.types import Batch, Example, PotstillError
 
@@ -31,17 +31,17 @@ def example(text: str, supervised: str | None = None) -> Example:
     return Example(key=text, text=text, ids=all_ids, supervised=mask, supervised_bytes=0)
 
 
-def windows(data: DataConfig, **kwargs: Any) -> Windows:
+def windows(data: DataConfig, **kwargs: Any) -> StepBatches:
     tokenizer = kwargs.pop("tokenizer", None) or tiny_tokenizer(chat_template=THINKING)
     settings = {"batch_size": 4, "micro_batch_size": 4, "seed": 0, "epochs": 1} | kwargs
-    return Windows(data, tokenizer, **settings)
+    return StepBatches(data, tokenizer, **settings)
 
 
-def texts(window: Window) -> list[str]:
+def texts(window: StepBatch) -> list[str]:
     return [e.text for batch in window.batches for e in batch.examples]
 
 
-def all_texts(found: list[Window]) -> list[str]:
+def all_texts(found: list[StepBatch]) -> list[str]:
     return [text for window in found for text in texts(window)]
 
 
@@ -266,7 +266,7 @@ def make_sources(folder: Path, kind: str) -> list[dict[str, Any]]:
         return [{"files": str(folder / "*.jsonl")}]
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(documents(61)), folder / "a.parquet", row_group_size=9)
-        return [{"files": str(folder / "a.parquet"), "share": 0.8}]
+        return [{"files": str(folder / "a.parquet"), "fraction": 0.8}]
     if kind == "pieces":  # texts of many pieces, among empty ones
         records = [{"text": " ".join(f"{j}w{i}" for i in range(j * 5 % 40))} for j in range(23)]
         return [{"files": write_jsonl(folder / "a.jsonl", records)}]
@@ -302,7 +302,7 @@ def make_sources(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "pieces", "chat", "dataset", "several", "mixture"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "pieces", "chat", "dataset", "combine_teachers", "mixture"])
 def test_every_state_goes_on_exactly_as_the_undisturbed_run(
     tmp_path: Path, kind: str, packing: bool, shuffle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,7 +352,7 @@ def test_data_that_changed_since_the_state_was_taken_is_refused_or_allowed(tmp_p
     with pytest.raises(PotstillError) as error:
         windows(data, state=first.state)
     assert str(error.value).startswith("data.sources[1] is not what the run began with (then 1 file of ")
-    assert "run=" in str(error.value) and "checkpoint.resume=anyway" in str(error.value)
+    assert "run=" in str(error.value) and "checkpoint.resume=force" in str(error.value)
     on = next(windows(data, state=first.state, changed_data_ok=True))
     assert on.counts["examples"] == first.counts["examples"] + len(texts(on))
     assert list(windows(data, state=on.state))  # from here on the changed data is what the run has
@@ -406,8 +406,8 @@ def test_an_empty_data_set_is_an_error_and_no_endless_loop(tmp_path: Path, epoch
     blank = {"files": write_jsonl(tmp_path / "b.jsonl", [{"text": ""}] * 3)}
     with pytest.raises(PotstillError, match=r"data.sources: nothing to learn from in any of \d+ examples"):
         next(windows(DataConfig(sources=[blank], max_length=8), epochs=epochs))
-    none = {"files": write_jsonl(tmp_path / "c.jsonl", documents(3)), "share": 1e-6}
-    with pytest.raises(PotstillError, match=r"data.sources\[0\].share: 1e-06 keeps none of the source's 3 records"):
+    none = {"files": write_jsonl(tmp_path / "c.jsonl", documents(3)), "fraction": 1e-6}
+    with pytest.raises(PotstillError, match=r"data.sources\[0\].fraction: 1e-06 keeps none of the source's 3 records"):
         next(windows(DataConfig(sources=[none], max_length=8), epochs=epochs))
     if epochs is None:
         mixed = [blank | {"weight": 1}, blank | {"weight": 1}]

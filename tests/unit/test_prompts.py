@@ -8,7 +8,7 @@ from tiny import tiny
 from potstill.config import DataConfig, SourceConfig
 from potstill.data import Encoder, collate, piece_maker
 from potstill.models import load_tokenizer
-from potstill.rollouts.engine import Written
+from potstill.rollouts.engine import Completion
 from potstill.rollouts.prompts import Answers, Prompter, stop_ids
 
 MODEL = tiny()
@@ -36,9 +36,9 @@ def answers(model=MODEL, teacher=None) -> Answers:
     return Answers(model, Encoder(model.tokenizer, max_length=64, append_eos=True), {}, teacher)
 
 
-def written(text: str, *more: int, tokenizer=TOKENIZER, end="eos") -> Written:
+def written(text: str, *more: int, tokenizer=TOKENIZER, end="eos") -> Completion:
     ids = np.array([*tokenizer(text, add_special_tokens=False).input_ids, *more], dtype=np.int32)
-    return Written(ids, -np.arange(1, len(ids) + 1, dtype=np.float32), end)
+    return Completion(ids, -np.arange(1, len(ids) + 1, dtype=np.float32), end)
 
 
 def test_of_a_plain_text_the_first_tokens_are_the_prompt() -> None:
@@ -157,7 +157,7 @@ def test_bytes_that_are_no_character_are_kept_as_ids_and_shown_as_such() -> None
     (piece,) = pieces({"q": "a ", "a": "x"}, prompt="q", completion="a")
     half = np.array(TOKENIZER("é", add_special_tokens=False).input_ids[:1], dtype=np.int32)
     ids = TOKENIZER("日", add_special_tokens=False).input_ids
-    text = Written(np.array(ids[:1], dtype=np.int32), np.zeros(1, dtype=np.float32), "length")
+    text = Completion(np.array(ids[:1], dtype=np.int32), np.zeros(1, dtype=np.float32), "length")
     example = answers().own(prompter()(piece), text, "student", 0)
     assert example.ids[-1] == ids[0] and example.text == "a �" and len(half)
 
@@ -170,7 +170,7 @@ def test_what_a_teacher_with_other_tokens_wrote_is_read_by_the_student() -> None
     answer = np.array(other("Two and two is four, said she.").input_ids, dtype=np.int32)
     answer = answer[answer != other.eos_token_id][len(prompt.ids) :]
     for end, last in (("eos", True), ("length", False)):
-        example = answers(teacher=other).translated(prompt, Written(answer, np.zeros(len(answer), np.float32), end))
+        example = answers(teacher=other).translated(prompt, Completion(answer, np.zeros(len(answer), np.float32), end))
         text = "Two and two is four, said she."
         expected = [*TOKENIZER(text).input_ids, *([EOS] if last else [])]
         assert example.text == text and example.ids.tolist() == expected and example.writer == "teacher"

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from potstill.config import Recipe
-from potstill.foreign_names import OUR_NAMES
-from potstill.plain_yaml import read_yaml, write_yaml
-from potstill.recipe import changed_keys, load_recipe, read_keys, recipe_yaml
-from potstill.references import escaped, resolved
-from potstill.sections import Schedule, value_at
+from potstill.config.foreign_names import OUR_NAMES
+from potstill.config.plain_yaml import read_yaml, write_yaml
+from potstill.config.recipe import changed_keys, load_recipe, read_keys, recipe_yaml
+from potstill.config.references import escaped, resolved
+from potstill.config.sections import Schedule, value_at
 from potstill.types import PotstillError
 
 
@@ -64,14 +64,14 @@ def test_an_unknown_key_suggests_the_nearest(override: str, words: str) -> None:
         ("train.per_device_train_batch_size=4", "train.micro_batch_size"),
         ("train.gradient_accumulation_steps=2", "train.batch_size ÷ train.micro_batch_size"),
         ("train.learning_rate=1e-4", "train.optimizer.lr"),
-        ("loss.lmbda=0.5", "policy.on_policy"),
+        ("loss.lmbda=0.5", "rollouts.on_policy_fraction"),
         ("student.max_seq_length=512", "data.max_length"),
         ("train.max_length=512", "data.max_length"),
-        ("train.num_generations=4", "policy.num_generations"),
+        ("train.num_generations=4", "rollouts.num_generations"),
         ("teacher_model_name_or_path=x", "teachers[0].model"),
         ("train.output_dir=x", "run"),
         ("train.save_steps=5", "checkpoint.every"),
-        ("policy.temperature=1", "loss.temperature, of the softmax in the loss, and policy.sampling.temperature"),
+        ("rollouts.temperature=1", "loss.temperature, of the softmax in the loss, and rollouts.sampling.temperature"),
     ],
 )
 def test_the_name_that_another_system_has_for_a_key_names_ours(override: str, ours: str) -> None:
@@ -98,7 +98,7 @@ def test_our_names_are_keys(name: str, ours: str) -> None:
         ("train.steps=many", "train.steps: should be a whole number, not 'many'"),
         ("train.steps=1.5", "train.steps: should be a whole number, not 1.5"),
         ("train.steps=0", "train.steps: should be greater than 0, not 0"),
-        ("train.clip=0", "train.clip: should be greater than 0, not 0"),
+        ("train.max_grad_norm=0", "train.max_grad_norm: should be greater than 0, not 0"),
         ("train.compile=7", "train.compile: should be true or false, not 7"),
         ("train.precision=fp16", "train.precision: should be 'fp32' or 'bf16', not 'fp16'"),
         ("train=5", "train: should be a section with keys, not 5"),
@@ -109,7 +109,7 @@ def test_our_names_are_keys(name: str, ours: str) -> None:
             "teachers[0].dtype: should be 'float32', 'bfloat16' or 'float16' or 'auto', not 'int8'",
         ),
         ("data.sources=[]", "data.sources: should have at least 1, not []"),
-        ("data.sources.0.share=2", "data.sources[0].share: should be less than or equal to 1, not 2"),
+        ("data.sources.0.fraction=2", "data.sources[0].fraction: should be less than or equal to 1, not 2"),
         ("loss.divergence=kl", "loss.divergence: should be 'forward_kl', 'reverse_kl', 'jsd', "),
         ("loss.temperature=hot", "loss.temperature: should be a number or a section with keys, not 'hot'"),
         ("loss.kd_weight.start=1", "loss.kd_weight.end: is missing"),
@@ -226,8 +226,8 @@ def test_what_is_present_decides() -> None:
     [
         ("train.steps=200", lambda r: r.train.steps == 200),
         ("train.optimizer.lr=1e-3", lambda r: r.train.optimizer.lr == 1e-3),
-        ("train.clip=null", lambda r: r.train.clip is None),
-        ("train.clip=", lambda r: r.train.clip is None),
+        ("train.max_grad_norm=null", lambda r: r.train.max_grad_norm is None),
+        ("train.max_grad_norm=", lambda r: r.train.max_grad_norm is None),
         ("train.compile=true", lambda r: r.train.compile is True),
         ("train.optimizer={name: muon, muon_lr: 0.1}", lambda r: r.train.optimizer.muon_lr == 0.1),
         ("train.optimizer.betas=[0.8, 0.9]", lambda r: r.train.optimizer.betas == (0.8, 0.9)),
@@ -271,9 +271,9 @@ def test_a_recipe_file_may_refer_to_its_own_keys(tmp_path: Path) -> None:
 def test_a_reference_means_what_the_key_is_in_the_end(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     keys = smallest(
-        run="runs/${train.steps}-${train.compile}-${train.clip}-${teachers[0].model}",
+        run="runs/${train.steps}-${train.compile}-${train.max_grad_norm}-${teachers[0].model}",
         student={"config": {"model_type": "llama", "deep": "${student.tokenizer}"}, "tokenizer": "${teachers.0.model}"},
-        train={"steps": 10, "batch_size": "${train.steps}", "compile": False, "clip": None},
+        train={"steps": 10, "batch_size": "${train.steps}", "compile": False, "max_grad_norm": None},
     )
     path.write_text(yaml.safe_dump(keys | {"eval": {"data": "${data}"}}))
     recipe = load_recipe(path, ["train.steps=20"])
@@ -415,7 +415,7 @@ def test_the_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
             student={"from": "m", "layers": [0, 2]},
             loss={"temperature": {"start": 4, "end": 1, "shape": "cosine"}, "ce_weight": 1e-5},
             eval={
-                "data": {"sources": [{"files": ["é.txt"], "share": 0.1}]},
+                "data": {"sources": [{"files": ["é.txt"], "fraction": 0.1}]},
                 "prompts": ["yes", "1e3", "a: b", "${run} ${"],
             },
         )

@@ -7,13 +7,13 @@ from served import Served
 from taught import batches_of, data_of, write_files
 from tiny import CPU, tiny
 
+from potstill.cache.build import build
+from potstill.cache.origin import LiveOrigin
 from potstill.config import EvalConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.evals.fidelity import evaluate, evaluation_batches
 from potstill.evals.reference import measured_against, reference_of
-from potstill.teachers.build import build
 from potstill.teachers.live import LiveTeacher
-from potstill.teachers.origin import LiveOrigin
-from potstill.teachers.several import open_teachers
+from potstill.teachers.open import open_teachers
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def models(tmp_path_factory):
 
 
 def opened(config, data, held_out, student):
-    faculty = open_teachers([config], student, data, LossConfig(temperature=2.0), CPU)
-    return reference_of([config], faculty, student, EvalConfig(data=held_out))
+    teacher_set = open_teachers([config], student, data, LossConfig(temperature=2.0), CPU)
+    return reference_of([config], teacher_set, student, EvalConfig(data=held_out))
 
 
 def test_a_cache_is_asked_about_what_it_holds(files, models, tmp_path):
@@ -65,7 +65,7 @@ def test_a_server_is_asked_about_all_of_it_and_may_go_away(files, models, capsys
     scored = list(evaluation_batches(held_out, student, 4, None))
     expected = evaluate(student, LiveTeacher(teacher, 2048, "tiny"), scored, CPU)
     with Served(folder) as served:
-        remote = {"kind": "hidden", "patience": 0.0, "timeout": 60.0}
+        remote = {"kind": "hidden", "retry_timeout": 0.0, "timeout": 60.0}
         config = TeacherConfig(server=served.address, remote=remote)
         reference, notes = opened(config, data_of(files), held_out, student)
         assert notes == [] and reference is not None

@@ -21,28 +21,28 @@ from tiny import CPU, LLAMA, batch_of, tiny
 from tiny_models import make_model
 
 import potstill
+from potstill.cache.build import build
+from potstill.cache.origin import LiveOrigin, identity_of_model
+from potstill.cache.scored import read_hidden, read_sampled, read_tail_samples, read_top_k
+from potstill.cache.store import Cache
 from potstill.config import DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
-from potstill.data import Windows, without
+from potstill.data import StepBatches, without
 from potstill.losses import DIVERGENCES, DenseTarget, TopKTarget, fused_linear_kd
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_student, load_teacher, shared_ids
-from potstill.teachers.aligned import AlignedCached, AlignedTeacher
-from potstill.teachers.build import build
-from potstill.teachers.cached import CachedTeacher
+from potstill.serving.batching import Scorer
+from potstill.serving.options import ServeOptions
+from potstill.serving.server import Service, application
+from potstill.teachers.cross_tokenizer import AlignedCached, AlignedTeacher
 from potstill.teachers.live import LiveTeacher
-from potstill.teachers.origin import LiveOrigin, identity_of_model
+from potstill.teachers.open import open_teachers, prepared
 from potstill.teachers.remote import StudentTopK, open_server
-from potstill.teachers.scored import read_hidden, read_rest, read_sampled, read_top_k
-from potstill.teachers.scorer import Scorer
-from potstill.teachers.serve_options import ServeOptions
-from potstill.teachers.server import Service, application
-from potstill.teachers.several import open_teachers, prepared
-from potstill.teachers.store import Cache
+from potstill.teachers.stored import CachedTeacher
 from potstill.training.student import LossKnobs
 from potstill.types import Example, PotstillError
 
 PIECES = "shipped:tokenizers/pieces-1k"
-METHODS = ("spelled", "shared", "projection", "chunk", "uld")
+METHODS = ("prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld")
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +216,8 @@ def test_another_tokenizer_behind_a_server(opened, tiny_teacher, other, data, me
     data = data.model_copy(update={"max_length": 128})
     batches = batches_of(data, other)
     across = {"method": method}
-    live = opened(other, data, {"model": str(tiny_teacher), "across": across})
-    found = opened(other, data, {"remote": {"kind": "hidden"}, "across": across})
+    live = opened(other, data, {"model": str(tiny_teacher), "cross_tokenizer": across})
+    found = opened(other, data, {"remote": {"kind": "hidden"}, "cross_tokenizer": across})
     assert isinstance(live, AlignedTeacher) and isinstance(found, AlignedCached)
     loss, gradients = step(other, batches, answers(found, batches))
     expected, live_gradients = step(other, batches, answers(live, batches))
@@ -227,21 +227,21 @@ def test_another_tokenizer_behind_a_server(opened, tiny_teacher, other, data, me
 
 def test_likelihoods_alone_serve_the_method_chunk(opened, tiny_teacher, other, data):
     data = data.model_copy(update={"max_length": 128})
-    batches, across = batches_of(data, other), {"method": "chunk"}
-    live = opened(other, data, {"model": str(tiny_teacher), "across": across})
-    found = opened(other, data, {"remote": {"kind": "chosen"}, "across": across})
+    batches, across = batches_of(data, other), {"method": "span_likelihood"}
+    live = opened(other, data, {"model": str(tiny_teacher), "cross_tokenizer": across})
+    found = opened(other, data, {"remote": {"kind": "token_logprobs"}, "cross_tokenizer": across})
     loss, gradients = step(other, batches, answers(found, batches))
     expected, live_gradients = step(other, batches, answers(live, batches))
     assert loss == pytest.approx(expected, rel=1e-5)
     assert relative(gradients, live_gradients) <= 1e-5
 
 
-@pytest.mark.parametrize("method", ["spelled", "shared", "uld"])
+@pytest.mark.parametrize("method", ["prefix_marginal", "common_vocab", "uld"])
 def test_all_ids_of_another_tokenizer_are_the_live_distribution(opened, tiny_teacher, other, data, method):
     data = data.model_copy(update={"max_length": 128})
     batches, across = batches_of(data, other)[:2], {"method": method}
-    live = opened(other, data, {"model": str(tiny_teacher), "across": across})
-    found = opened(other, data, {"remote": {"kind": "top_k", "k": 100_000}, "across": across})
+    live = opened(other, data, {"model": str(tiny_teacher), "cross_tokenizer": across})
+    found = opened(other, data, {"remote": {"kind": "top_k", "k": 100_000}, "cross_tokenizer": across})
     loss, _ = step(other, batches, answers(found, batches))
     expected, _ = step(other, batches, answers(live, batches))
     assert loss == pytest.approx(expected, rel=1e-3)
@@ -256,8 +256,8 @@ def test_a_prompt_that_only_the_teacher_reads(opened, request, tiny_teacher, dat
     source = {"files": str(path), "prompt": "q", "completion": "a"}
     data = DataConfig.model_validate({"sources": [source], "max_length": 96, "columns": ["hint"]})
     batches = batches_of(data, student)
-    live = opened(student, data, {"model": str(tiny_teacher), "prompt": "hint"})
-    found = opened(student, data, {"remote": {"kind": "hidden"}, "prompt": "hint"})
+    live = opened(student, data, {"model": str(tiny_teacher), "context_column": "hint"})
+    found = opened(student, data, {"remote": {"kind": "hidden"}, "context_column": "hint"})
     without = opened(student, data, {"remote": {"kind": "hidden"}})
     loss, gradients = step(student, batches, answers(found, batches))
     expected, live_gradients = step(student, batches, answers(live, batches))
@@ -267,29 +267,29 @@ def test_a_prompt_that_only_the_teacher_reads(opened, request, tiny_teacher, dat
 
 
 def test_several_teachers_some_behind_a_server(opened, served, tiny_teacher, student, data):
-    """`only`, and the mean of whole distributions."""
+    """`filter`, and the mean of whole distributions."""
     batches = batches_of(data, student)[:2]
     configs = [
         TeacherConfig.model_validate(keys)
         for keys in ({"model": str(tiny_teacher)}, {"server": served.address, "remote": {"kind": "hidden"}})
     ]
-    loss = LossConfig(several="average")
-    faculty = open_teachers(configs, student, data, loss, CPU)
-    from potstill.teachers.weighing import ask, complete
+    loss = LossConfig(combine_teachers="average")
+    teacher_set = open_teachers(configs, student, data, loss, CPU)
+    from potstill.teachers.combine import ask, complete
 
-    made = [complete(faculty.teachers, [t.prepare(b) for t in faculty.teachers], b) for b in batches]
-    targets = [ask(faculty.teachers, ready, b, loss) for ready, b in zip(made, batches, strict=True)]
+    made = [complete(teacher_set.teachers, [t.prepare(b) for t in teacher_set.teachers], b) for b in batches]
+    targets = [ask(teacher_set.teachers, ready, b, loss) for ready, b in zip(made, batches, strict=True)]
     value, _ = step(student, batches, targets)
-    expected, _ = step(student, batches, [[(2.0, faculty.live[0].targets(batch))] for batch in batches])
+    expected, _ = step(student, batches, [[(2.0, teacher_set.live[0].targets(batch))] for batch in batches])
     assert value == pytest.approx(expected, rel=1e-5)  # the mean of a teacher with itself
-    faculty.teachers[1].close()
+    teacher_set.teachers[1].close()
 
 
 # Through a cache
 
 
 @pytest.mark.parametrize(
-    "store", [{"kind": "hidden"}, {"kind": "top_k", "k": 8, "rest": 4}, {"kind": "sampled"}], ids=str
+    "store", [{"kind": "hidden"}, {"kind": "top_k", "k": 8, "tail_samples": 4}, {"kind": "sampled"}], ids=str
 )
 def test_a_cache_built_from_a_server_is_the_one_the_model_builds(served, teacher, data, tmp_path, store):
     config = TeacherConfig.model_validate({"server": served.address})
@@ -309,7 +309,9 @@ def test_a_cache_built_from_a_server_is_the_one_the_model_builds(served, teacher
         (ids, logprobs, tail), (known, expected, rest) = read_top_k(a, 1.0), read_top_k(b, 1.0)
         assert (ids == known).mean() > 0.999  # two that are equally likely may change places
         assert np.allclose(logprobs, expected, atol=0.01) and np.allclose(tail, rest, atol=0.01)  # a step of its codes
-        assert (read_rest(a)[0] == read_rest(b)[0]).mean() > 0.97  # a draw may fall to a neighbour by rounding
+        assert (
+            read_tail_samples(a)[0] == read_tail_samples(b)[0]
+        ).mean() > 0.97  # a draw may fall to a neighbour by rounding
     else:
         assert np.allclose(read_sampled(a)[2], read_sampled(b)[2], atol=0.02)
         drawn = [
@@ -411,7 +413,7 @@ def test_micro_batches_of_a_step_are_asked_for_at_once(honest, student, data, tm
     with Threaded(together) as server:
         config = TeacherConfig.model_validate({"server": server.address, "remote": remote, **keys})
         (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
-        windows = Windows(data, student.tokenizer, batch_size=4, micro_batch_size=1, seed=0, epochs=1)
+        windows = StepBatches(data, student.tokenizer, batch_size=4, micro_batch_size=1, seed=0, epochs=1)
         first = next(iter(prepared(windows, [found])))
         assert len(first.ready) == 4 and all(made[0] is not None for made in first.ready)
         assert together.most == 4
@@ -514,8 +516,8 @@ def test_ctrl_c_at_the_end_of_a_build_ends_it_with_what_was_computed(teacher, da
             {"temperature": {"start": 2.0, "end": 1.0}},
             "moves over the run: use kind hidden",
         ),
-        ({"remote": {"kind": "chosen"}}, {}, "the loss needs a distribution"),
-        ({"remote": {"token": "NO_SUCH_VARIABLE"}}, {}, "no environment variable NO_SUCH_VARIABLE"),
+        ({"remote": {"kind": "token_logprobs"}}, {}, "the loss needs a distribution"),
+        ({"remote": {"api_key_env": "NO_SUCH_VARIABLE"}}, {}, "no environment variable NO_SUCH_VARIABLE"),
     ],
     ids=str,
 )
@@ -527,8 +529,8 @@ def test_refused(opened, student, data, config, loss, words):
 def test_refused_with_another_tokenizer(opened, other, data):
     with pytest.raises(PotstillError, match="student_top_k asks about the student's tokens"):
         opened(other, data, {"remote": {"kind": "student_top_k"}})
-    with pytest.raises(PotstillError, match=r"across\.method: chunk"):
-        opened(other, data, {"remote": {"kind": "chosen"}})
+    with pytest.raises(PotstillError, match=r"across\.method: span_likelihood"):
+        opened(other, data, {"remote": {"kind": "token_logprobs"}})
     with pytest.raises(PotstillError, match=r"use remote\.kind: hidden"):
         opened(other, data, {"remote": {"kind": "top_k"}}, temperature=2.0)
 
@@ -552,7 +554,7 @@ def test_an_address_that_is_none(student, data):
         ({"server": "http://x", "quantize": "4bit"}, "quantize goes with model"),
         ({"server": "http://x", "revision": "main"}, "revision goes with model"),
         ({"model": "x", "remote": {"k": 8}}, "remote go with server"),
-        ({"cache": "x", "name_on_server": "y"}, "name_on_server and remote go with server"),
+        ({"cache": "x", "served_model_name": "y"}, "served_model_name and remote go with server"),
         ({"server": "http://x", "cache": "c", "remote": {"k": 8}}, "store says what is asked for and kept"),
         ({"server": "http://x", "model": "y"}, "not both"),
         ({"server": "http://x", "cache": "c", "on_missing": "skip"}, "what is missing is computed"),

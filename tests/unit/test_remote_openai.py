@@ -18,17 +18,17 @@ from tiny import CPU, LLAMA, tiny
 from tiny_models import TOKENIZER, make_model
 
 import potstill
+from potstill.cache.build import build
+from potstill.cache.store import Cache
+from potstill.cache.verify import verify
 from potstill.config import DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
 from potstill.losses import TopKTarget
 from potstill.models import LanguageModel, load_student, load_teacher
+from potstill.serving import http as connection
 from potstill.shipped import locate
-from potstill.teachers import connection
-from potstill.teachers.build import build
-from potstill.teachers.inspect import verify
 from potstill.teachers.live import LiveTeacher
+from potstill.teachers.open import open_teachers
 from potstill.teachers.remote import open_server
-from potstill.teachers.several import open_teachers
-from potstill.teachers.store import Cache
 from potstill.types import PotstillError
 
 
@@ -48,7 +48,7 @@ def student() -> LanguageModel:
 
 
 def config_of(server: Threaded, kind: str = "top_k", k: int = 16, **keys: Any) -> TeacherConfig:
-    remote = {"patience": 20.0} | ({} if "cache" in keys else {"kind": kind, "k": k})
+    remote = {"retry_timeout": 20.0} | ({} if "cache" in keys else {"kind": kind, "k": k})
     return TeacherConfig.model_validate({"server": server.address, "tokenizer": TOKENIZER, "remote": remote, **keys})
 
 
@@ -157,14 +157,16 @@ def test_tokens_named_by_their_text(teacher, student, data):
     )
     batches = batches_of(data, other)[:2]
     with Threaded(Completions(teacher, "tiny", "text").application) as server:
-        found = opened(server, other, data, kind="chosen", across={"method": "chunk"})
-        live = TeacherConfig.model_validate({"model": teacher.model.name_or_path, "across": {"method": "chunk"}})
+        found = opened(server, other, data, kind="token_logprobs", cross_tokenizer={"method": "span_likelihood"})
+        live = TeacherConfig.model_validate(
+            {"model": teacher.model.name_or_path, "cross_tokenizer": {"method": "span_likelihood"}}
+        )
         (expected,) = open_teachers([live], other, data, LossConfig(), CPU).teachers
         ours, theirs = (step(other, batches, answers(one, batches))[0] for one in (found, expected))
         assert ours == pytest.approx(theirs, rel=1e-4)
         found.close()
         same = opened(server, student, data)
-        with pytest.raises(PotstillError, match=r"is not the text of one id alone: only remote\.kind: chosen"):
+        with pytest.raises(PotstillError, match=r"is not the text of one id alone: only remote\.kind: token_logprobs"):
             for batch in batches_of(data, student):
                 same.prepare(batch)
         same.close()
@@ -196,9 +198,9 @@ def test_without_a_name_and_without_a_tokenizer(teacher, student, data):
             PotstillError, match=r"does not hand its tokenizer out: name it with teachers\[0\]\.tokenizer"
         ):
             opened(server, student, data, tokenizer=None)
-        with pytest.raises(PotstillError, match="name_on_server: large, and it has tiny"):
-            opened(server, student, data, name_on_server="large")
-        opened(server, student, data, name_on_server="tiny").close()
+        with pytest.raises(PotstillError, match="served_model_name: large, and it has tiny"):
+            opened(server, student, data, served_model_name="large")
+        opened(server, student, data, served_model_name="tiny").close()
     with Threaded(Completions(teacher, teacher.model.name_or_path).application) as server:
         opened(server, student, data, tokenizer=None).close()  # its name is where it lies
 
@@ -209,7 +211,7 @@ def test_without_a_name_and_without_a_tokenizer(teacher, student, data):
         ({}, {"temperature": 2.0}, "at temperature 1 only: set loss.temperature to 1"),
         ({"kind": "hidden"}, {}, "only `potstill serve` gives kind hidden"),
         ({"kind": "student_top_k"}, {}, "only `potstill serve` can be asked about given tokens"),
-        ({"cache": "c", "store": {"kind": "top_k", "k": 8, "rest": 4}}, {}, "gives draws from the rest"),
+        ({"cache": "c", "store": {"kind": "top_k", "k": 8, "tail_samples": 4}}, {}, "gives draws from the rest"),
     ],
 )
 def test_what_only_potstill_serve_gives(teacher, student, data, tmp_path, monkeypatch, keys, loss, words):
@@ -326,7 +328,7 @@ def test_a_run_from_such_a_server(teacher, data, tmp_path):
         assert potstill.train(recipe).step == 3
 
 
-@pytest.mark.parametrize("named", ["nobody", "tokenizer", "name_on_server"])
+@pytest.mark.parametrize("named", ["nobody", "tokenizer", "served_model_name"])
 def test_a_server_does_not_choose_whose_code_runs(teacher, student, data, tmp_path, named):
     """A folder with a tokenizer of its own code, which leaves a mark: it is run only where the recipe names the folder."""
     folder, mark = tmp_path / "tokenizer", tmp_path / "mark"

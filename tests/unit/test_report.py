@@ -187,7 +187,9 @@ def test_a_teacher_with_other_tokens_has_curves_of_its_own(tmp_path: Path) -> No
     plain = make_run(tmp_path / "plain", [step(n, kl=0.5) for n in (1, 2)], [evaluation(2)])
     aligned = {"align_chunks_per_token": 0.5, "align_exact": 0.75, "kl": 1.5}
     across = make_run(
-        tmp_path / "across", [step(n, **aligned) for n in (1, 2)], [evaluation(2, kl=None, agreement=None, tokens=140)]
+        tmp_path / "cross_tokenizer",
+        [step(n, **aligned) for n in (1, 2)],
+        [evaluation(2, kl=None, agreement=None, tokens=140)],
     )
     both = make_run(
         tmp_path / "both", [step(n, **aligned) for n in (1, 2)], [evaluation(2)]
@@ -202,12 +204,14 @@ def test_a_teacher_with_other_tokens_has_curves_of_its_own(tmp_path: Path) -> No
     spelled = [run["metrics"]["columns"].get("spelled_kl", {}).get("value") for run in data["runs"]]
     assert spelled == [None, [1.5, 1.5], None]
     titles = [panel["title"] for panel in data["panels"]]
-    assert {"KL to the teacher", "KL to the teacher, spelled", "Top-1 agreement, spelled"} <= set(titles)
-    (figure,) = [part for part in html.split("<figure")[1:] if "<h4>KL to the teacher, spelled" in part]
+    assert {"KL to the teacher", "KL to the teacher, prefix_marginal", "Top-1 agreement, prefix_marginal"} <= set(
+        titles
+    )
+    (figure,) = [part for part in html.split("<figure")[1:] if "<h4>KL to the teacher, prefix_marginal" in part]
     assert figure.count("<polyline") == 1 and "for a teacher with other tokens" in figure
     (figure,) = [part for part in html.split("<figure")[1:] if "<h4>KL to the teacher <" in part]
     assert figure.count("<polyline") == 2
-    assert "spelled" not in " ".join(panel["title"] for panel in embedded(page(plain))["panels"])
+    assert "prefix_marginal" not in " ".join(panel["title"] for panel in embedded(page(plain))["panels"])
 
 
 def test_labels_are_the_shortest_that_differ() -> None:

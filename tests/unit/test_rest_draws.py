@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from potstill.cache.codec import Format, encode, from_bytes, read_tail_samples, read_top_k, to_bytes
+from potstill.cache.signal import signal_of, uniforms
 from potstill.losses import DenseTarget, TopKTarget, compare_rows, fused_linear_kd
-from potstill.teachers.codec import Format, encode, from_bytes, read_rest, read_top_k, to_bytes
-from potstill.teachers.signal import signal_of, uniforms
 
 ROWS, WIDTH, IDS, KEPT = 6, 5, 40, 7
 
@@ -29,7 +29,7 @@ def truncated(logp, draws, g):
     share = inside / mass[:, None]
     entropy = -(share * share.clamp(min=1e-38).log()).sum(-1)
     rest = torch.multinomial(share, draws, True, generator=g)
-    return TopKTarget(ids, kept, mass.log(), rest=rest, rest_entropy=entropy), mass
+    return TopKTarget(ids, kept, mass.log(), tail_samples=rest, tail_entropy=entropy), mass
 
 
 def gradients(target, hidden, head, **options):
@@ -46,7 +46,7 @@ def test_value_and_gradient_are_those_of_the_definition():
     h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     logq = (h @ w.t()).log_softmax(-1)
     kept = (target.logprobs.exp() * (target.logprobs - logq.gather(-1, target.ids))).sum(-1)
-    rest = mass * (mass.log() - target.rest_entropy - logq.gather(-1, target.rest).mean(-1))
+    rest = mass * (mass.log() - target.tail_entropy - logq.gather(-1, target.tail_samples).mean(-1))
     (kept + rest).sum().backward()
     torch.testing.assert_close(kd, (kept + rest).detach())
     torch.testing.assert_close(grad_hidden, h.grad)
@@ -88,7 +88,7 @@ def test_padded_ids_and_logged_numbers():
     hidden, head, logp, g = case(3, torch.float32)
     target, _ = truncated(logp, 4, g)
     wider = torch.cat([head, torch.randn(9, WIDTH, generator=g)])
-    padded = TopKTarget(target.ids, target.logprobs, target.tail, IDS, target.rest, target.rest_entropy)
+    padded = TopKTarget(target.ids, target.logprobs, target.tail, IDS, target.tail_samples, target.tail_entropy)
     kd, grad_hidden, grad_head = gradients(padded, hidden, wider)
     kd_narrow, grad_narrow, grad_head_narrow = gradients(target, hidden, head)
     torch.testing.assert_close(kd, kd_narrow)
@@ -104,21 +104,21 @@ def test_padded_ids_and_logged_numbers():
 
 def test_they_go_through_a_cache_s_bytes():
     _, _, logp, _ = case(4, torch.float32)
-    form = Format("top_k", IDS, k=KEPT, rest=11)
+    form = Format("top_k", IDS, k=KEPT, tail_samples=11)
     found = signal_of(
         form, DenseTarget(logits=logp, hidden=logp), torch.zeros(ROWS, dtype=torch.int64), uniforms(0, "key", ROWS, 11)
     )
     kept = logp.topk(KEPT, -1).indices
-    assert not (torch.from_numpy(found["rest"]).long()[:, :, None] == kept[:, None, :]).any()
+    assert not (torch.from_numpy(found["tail_samples"]).long()[:, :, None] == kept[:, None, :]).any()
     inside = logp.exp().scatter(-1, kept, 0.0)
     share = inside / inside.sum(-1, keepdim=True)
     entropy = -(share * share.clamp(min=1e-38).log()).sum(-1)
-    torch.testing.assert_close(torch.from_numpy(found["rest_entropy"]), entropy, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(found["tail_entropy"]), entropy, rtol=0, atol=1e-5)
     predicted = np.array([False] + [True] * ROWS)
     data = to_bytes(form, np.arange(ROWS + 1), np.arange(ROWS + 1), predicted, encode(form, found))
     document = from_bytes(form, np.frombuffer(data, dtype=np.uint8), ROWS + 1)
-    rest, read_entropy = read_rest([(document, np.arange(ROWS))])
-    assert np.array_equal(rest, found["rest"])
-    assert np.abs(read_entropy - found["rest_entropy"]).max() <= 0.5 / 2048 + 1e-6
+    rest, read_entropy = read_tail_samples([(document, np.arange(ROWS))])
+    assert np.array_equal(rest, found["tail_samples"])
+    assert np.abs(read_entropy - found["tail_entropy"]).max() <= 0.5 / 2048 + 1e-6
     ids, _, _ = read_top_k([(document, np.arange(ROWS))], 1.0)
     assert np.array_equal(ids, found["ids"])

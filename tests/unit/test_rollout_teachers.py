@@ -13,20 +13,20 @@ from taught import answers, data_of, relative, step, write_files
 from tiny import CPU, LLAMA, tiny
 from transformers import AutoTokenizer
 
+from potstill.cache.reading import pieces_of
 from potstill.config import DataConfig, LossConfig, SamplingConfig, StudentConfig, TeacherConfig
 from potstill.data import Encoder
 from potstill.models import LanguageModel, load_student
 from potstill.rollouts.buffer import Layout, laid_out
-from potstill.rollouts.engine import Ask
+from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.prompts import Answers, Prompter, stop_ids
 from potstill.rollouts.transformers import TransformersEngine
 from potstill.shipped import locate
-from potstill.teachers.reading import pieces_of
-from potstill.teachers.several import open_teachers
+from potstill.teachers.open import open_teachers
 from potstill.training.student import LossKnobs
 
 PIECES = "shipped:tokenizers/pieces-1k"
-METHODS = ("spelled", "shared", "projection", "chunk", "uld")
+METHODS = ("prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def rollouts(student: LanguageModel, data: DataConfig):
     prompter = Prompter(student.tokenizer, most=80, prompt_tokens=6, kwargs={})
     prompts = [p for piece in pieces_of(data, student.tokenizer) if (p := prompter(piece)) is not None][::2]
     engine = TransformersEngine(student, SamplingConfig(max_new_tokens=16), stop_ids=stop_ids(student, True))
-    written = engine.generate([Ask(prompt.ids, i) for i, prompt in enumerate(prompts)])
+    written = engine.generate([GenerationRequest(prompt.ids, i) for i, prompt in enumerate(prompts)])
     made = Answers(student, Encoder(student.tokenizer, max_length=96, append_eos=True), {})
     examples = [made.own(p, text, "student", 0) for p, text in zip(prompts, written, strict=True)]
     again = [student.tokenizer(e.text, add_special_tokens=e.messages is None).input_ids for e in examples]
@@ -74,7 +74,7 @@ def opened():
         teacher.close()
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "sampled_reverse_kl"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "policy_gradient_kl"])
 def test_with_the_students_tokens(opened, served, tiny_teacher, data, student, tmp_path: Path, divergence: str) -> None:
     batches = rollouts(student, data)
     knobs = LossKnobs(divergence, 0.5, 0.1, 1.0, 1.0, 0.0)
@@ -86,8 +86,8 @@ def test_with_the_students_tokens(opened, served, tiny_teacher, data, student, t
         "a cache beside the model": {"model": str(tiny_teacher), "cache": str(tmp_path / "live"), **hidden},
         "a cache beside the server": {"server": served.address, "cache": str(tmp_path / "served"), **hidden},
     }
-    if divergence == "sampled_reverse_kl":
-        kinds["remote, chosen"] = {"server": served.address, "remote": {"kind": "chosen"}}
+    if divergence == "policy_gradient_kl":
+        kinds["remote, chosen"] = {"server": served.address, "remote": {"kind": "token_logprobs"}}
     for name, config in kinds.items():
         for _ in range(2):  # the second time a cache has it
             teacher = opened(student, data, config, divergence=divergence)
@@ -135,7 +135,7 @@ def test_a_cache_of_the_top_k_has_what_the_server_said_within_its_rounding(
 def test_with_other_tokens(opened, served, tiny_teacher, data, other, tmp_path: Path, method: str) -> None:
     batches = rollouts(other, data)
     knobs = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
-    across = {"across": {"method": method}}
+    across = {"cross_tokenizer": {"method": method}}
     live = opened(other, data, {"model": str(tiny_teacher), **across})
     expected, gradients = step(other, batches, answers(live, batches), knobs)
     assert expected > 0.01
@@ -153,7 +153,7 @@ def test_only_the_last_turn_of_a_chat_is_taught(opened, tiny_teacher, data, othe
     """The teacher's template shows both assistant turns; the student wrote the second."""
     chats = DataConfig.model_validate({**data.model_dump(by_alias=True), "sources": [data.sources[2].model_dump()]})
     batches = rollouts_of_chats = rollouts(other, chats)
-    teacher = opened(other, chats, {"model": str(tiny_teacher), "across": {"method": "chunk"}})
+    teacher = opened(other, chats, {"model": str(tiny_teacher), "cross_tokenizer": {"method": "span_likelihood"}})
     ready = [teacher.prepare(batch) for batch in batches]
     for batch, made in zip(rollouts_of_chats, ready, strict=True):
         counted = made.counts

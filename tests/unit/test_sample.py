@@ -10,7 +10,7 @@ import pytest
 from tiny_tokenizer import CHATML, tiny_tokenizer
 
 from potstill.config import DataConfig
-from potstill.data import Windows, check_lengths, lost_in, with_pieces
+from potstill.data import StepBatches, check_lengths, lost_in, with_pieces
 from potstill.models import load_tokenizer
 from potstill.types import PotstillError
 
@@ -30,7 +30,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> dict[str, Any]:
 def test_pieces_are_as_long_as_nearly_all_of_them_fit(name: str, max_length: int) -> None:
     tokenizer = tiny_tokenizer() if name == "bytes alone" else load_tokenizer(f"shipped:tokenizers/{name}", "x")
     data = with_pieces(data_of(CORPUS, max_length=max_length), tokenizer)
-    *_, last = Windows(data, tokenizer, batch_size=8, micro_batch_size=8, seed=0, epochs=1, limit=500)
+    *_, last = StepBatches(data, tokenizer, batch_size=8, micro_batch_size=8, seed=0, epochs=1, limit=500)
     assert last.counts["cut_examples"] < 0.04 * last.counts["examples"]
     assert last.counts["tokens"] > 0.65 * max_length * last.counts["examples"]
     assert check_lengths(data, tokenizer) == []
@@ -47,7 +47,7 @@ def test_a_given_size_stays_and_without_plain_text_there_is_none(tmp_path: Path)
 def test_the_size_is_of_all_the_text_whatever_the_share_and_the_order(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("shipped:tokenizers/bytes-2k", "x")
     plain = with_pieces(data_of(CORPUS, max_length=128), tokenizer)
-    some = with_pieces(data_of({**CORPUS, "share": 0.05}, max_length=128, shuffle=False), tokenizer)
+    some = with_pieces(data_of({**CORPUS, "fraction": 0.05}, max_length=128, shuffle=False), tokenizer)
     assert plain.piece_bytes == some.piece_bytes and plain.piece_bytes not in (None, 4 * 128)
     empty = data_of(write(tmp_path / "empty.jsonl", [{"text": ""}]), max_length=128)
     assert with_pieces(empty, tokenizer).piece_bytes is None
@@ -104,6 +104,7 @@ def test_what_a_run_has_lost_is_said_of_its_counts() -> None:
     }
     assert lost_in(few) is None and lost_in({}) is None
     assert lost_in({**few, "cut_examples": 6, "cut_tokens": 31}) == (
-        "of 100 examples 6 were longer than data.max_length and cut, and 3 dropped, in which nothing was left to learn: 4% of "
+        "of 100 examples 6 were longer than data.max_length and cut, and 3 dropped, in which nothing was left to "
+        "learn: 4% of "
         "all tokens"
     )

@@ -17,25 +17,25 @@ from torch import Tensor, nn
 
 from potstill.config import LossConfig, Recipe, StudentConfig, TeacherConfig
 from potstill.losses import (
-    ChosenTarget,
     DenseTarget,
     SampledTarget,
+    TokenLogprobsTarget,
     TopKTarget,
     chosen_logprobs,
+    policy_gradient_kl,
     row_confidence,
-    sampled_reverse_kl,
 )
 from potstill.losses.divergences import LOG_FLOOR
 from potstill.models import load_student, load_teacher, shared_ids
+from potstill.teachers.combine import RoutedTeacher, ask
 from potstill.teachers.live import LiveTeacher
-from potstill.teachers.several import open_teachers
-from potstill.teachers.weighing import RoutedTeacher, ask
+from potstill.teachers.open import open_teachers
 from potstill.training.loop import _own
 from potstill.training.student import SUMS, LossKnobs, StudentLoss
 from potstill.types import Batch, PotstillError, Rows
 
 # Halves and quarters: the loss's weights are float32, and these are exact in it.
-KNOBS = LossKnobs("sampled_reverse_kl", 0.5, 0.1, 1.0, 0.5, 0.25)
+KNOBS = LossKnobs("policy_gradient_kl", 0.5, 0.1, 1.0, 0.5, 0.25)
 ALONE = replace(KNOBS, kd_weight=1.0, ce_weight=0.0)
 NAN = math.nan
 
@@ -86,26 +86,26 @@ def test_three_rows_by_hand():
     """A is −ln 2, ln 1.5 and −ln 2; the third ratio is clipped to 2, and has no gradient."""
     ln2, ln15 = math.log(2), math.log(1.5)
     loss, gradient, sums = table_step(
-        Q.log(), batch_with(LABELS, B.log(), [2, 1]), [(1.0, ChosenTarget(P.log()))], divisor=4
+        Q.log(), batch_with(LABELS, B.log(), [2, 1]), [(1.0, TokenLogprobsTarget(P.log()))], divisor=4
     )
     assert loss == pytest.approx((ln2 - 1.5 * ln15 + 2 * ln2) / 4, abs=1e-12)
     wanted = [[0.5 * ln2, -0.25 * ln2, -0.25 * ln2], [0.3 * ln15, -0.6 * ln15, 0.3 * ln15], [0.0, 0.0, 0.0]]
     torch.testing.assert_close(gradient, torch.tensor(wanted, dtype=torch.float64) / 4, rtol=0, atol=1e-12)
     assert sums["kd"] == pytest.approx(3 * ln2 - 1.5 * ln15, abs=1e-6)
     assert sums["ce"] == pytest.approx(-math.log(0.5 * 0.6 * 0.8), abs=1e-6)
-    assert sums["own_rows"] == 3 and sums["clipped"] == 1
+    assert sums["on_policy_rows"] == 3 and sums["clipped"] == 1
     assert sums["ratio"] == pytest.approx(6.5, abs=1e-5)
     assert sums["advantage"] == pytest.approx(ln15 - 2 * ln2, abs=1e-6)
-    assert sums["behaviour_gap"] == pytest.approx(math.log(1.5) + math.log(4), abs=1e-6)
-    means = _own(sums, "sampled_reverse_kl")
+    assert sums["sampling_logprob_gap"] == pytest.approx(math.log(1.5) + math.log(4), abs=1e-6)
+    means = _own(sums, "policy_gradient_kl")
     assert means["ratio_mean"] == pytest.approx(6.5 / 3, abs=1e-5) and means["ratio_clipped"] == pytest.approx(1 / 3)
-    assert set(_own(sums, "reverse_kl")) == {"behaviour_gap"}
-    assert _own({**sums, "own_rows": 0.0}, "sampled_reverse_kl") == {}
+    assert set(_own(sums, "reverse_kl")) == {"sampling_logprob_gap"}
+    assert _own({**sums, "on_policy_rows": 0.0}, "policy_gradient_kl") == {}
 
 
 def test_a_discount_stays_in_its_document_by_hand():
     """A is −ln 2, ln 1.5, −ln 2; documents of two rows and of one."""
-    score = sampled_reverse_kl(Q.log()[range(3), LABELS], [(1.0, P.log())], B.log(), [2, 0, 1], discount=0.5)
+    score = policy_gradient_kl(Q.log()[range(3), LABELS], [(1.0, P.log())], B.log(), [2, 0, 1], discount=0.5)
     a = [-math.log(2) + 0.5 * math.log(1.5), math.log(1.5), -math.log(2)]
     torch.testing.assert_close(score.advantage, torch.tensor(a, dtype=torch.float64))
     torch.testing.assert_close(score.value, torch.tensor([-a[0], -1.5 * a[1], -2 * a[2]], dtype=torch.float64))
@@ -114,7 +114,7 @@ def test_a_discount_stays_in_its_document_by_hand():
 
 
 def test_a_ratio_at_the_clip_is_not_clipped():
-    score = sampled_reverse_kl(torch.zeros(1), [(1.0, -torch.ones(1))], torch.zeros(1), [1], ratio_clip=1.0)
+    score = policy_gradient_kl(torch.zeros(1), [(1.0, -torch.ones(1))], torch.zeros(1), [1], ratio_clip=1.0)
     assert score.weight.item() == -1.0 and not score.clipped.any()
 
 
@@ -123,7 +123,7 @@ def test_extremes_are_finite():
     logq, logb = torch.tensor([-1.0, -10_000.0, -0.1]), torch.tensor([-1.0, -1.0, -1e6])
     logp = torch.tensor([-math.inf, -1.0, -2.0])
     for discount in (0.9, 0.0):
-        score = sampled_reverse_kl(logq, [(1.0, logp)], logb, [3], discount=discount)
+        score = policy_gradient_kl(logq, [(1.0, logp)], logb, [3], discount=discount)
         assert all(part.isfinite().all() for part in (score.value, score.weight, score.advantage, score.ratio))
     assert (
         score.advantage[0] == LOG_FLOOR + 1 and score.weight[1] == 0 and score.clipped.tolist() == [False, False, True]
@@ -172,7 +172,7 @@ def random_case():
 
 @pytest.mark.parametrize("discount", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("ratio_clip", [1.0, 1.2, 100.0])
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("combine_teachers", [False, True])
 def test_equals_autograd(discount, ratio_clip, several):
     logits, labels, behaviour, lengths, teachers = random_case()
     teachers = teachers if several else [(1.0, teachers[0][1])]
@@ -183,13 +183,13 @@ def test_equals_autograd(discount, ratio_clip, several):
     wanted.backward()
     batch = batch_with(labels, behaviour, lengths)
     for targets in (
-        [(share, ChosenTarget(logp)) for share, logp in chosen],
+        [(share, TokenLogprobsTarget(logp)) for share, logp in chosen],
         [(share, DenseTarget(logits=3.0 + logp)) for share, logp in teachers],
     ):
         loss, gradient, sums = table_step(logits, batch, targets, 16, knobs)
         assert loss == pytest.approx(wanted.item(), abs=1e-10)
         torch.testing.assert_close(gradient, twin.grad, rtol=1e-9, atol=1e-12)
-        assert (0 < sums["clipped"] < sums["own_rows"] == 19) == (ratio_clip < 100)
+        assert (0 < sums["clipped"] < sums["on_policy_rows"] == 19) == (ratio_clip < 100)
 
 
 @pytest.mark.parametrize("discount", [0.3, 0.9, 1.0])
@@ -207,7 +207,7 @@ def test_discounted_sums_of_long_documents(discount):
         wanted += sums[::-1]
         start += length
     zeros = torch.zeros_like(values)
-    found = sampled_reverse_kl(zeros, [(1.0, values)], zeros, lengths, discount=discount).advantage
+    found = policy_gradient_kl(zeros, [(1.0, values)], zeros, lengths, discount=discount).advantage
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-10, atol=1e-10)
 
 
@@ -223,7 +223,7 @@ def test_its_mean_over_the_students_draws_is_reverse_kl():
         for row in range(6):  # one at a time, for its own weight
             share = torch.zeros(6, dtype=torch.float64)
             share[row] = q[row, token].exp()
-            loss, one, _ = table_step(logits, batch, [(share, ChosenTarget(logp[:, token]))])
+            loss, one, _ = table_step(logits, batch, [(share, TokenLogprobsTarget(logp[:, token]))])
             value, gradient = value + loss, gradient + one
     exact = logits.clone().requires_grad_()
     kl = (exact.softmax(-1) * (exact.log_softmax(-1) - logp)).sum()
@@ -235,7 +235,7 @@ def test_its_mean_over_the_students_draws_is_reverse_kl():
 # --- cross-entropy on the student's own text
 
 
-@pytest.mark.parametrize("divergence", ["forward_kl", "sampled_reverse_kl"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "policy_gradient_kl"])
 def test_no_cross_entropy_on_what_the_student_wrote(divergence):
     """It is measured over all rows, and learnt from where the student did not write."""
     logits, labels, behaviour, lengths, teachers = random_case()
@@ -251,7 +251,7 @@ def test_no_cross_entropy_on_what_the_student_wrote(divergence):
     torch.testing.assert_close(gradient - kd_gradient, twin.grad, rtol=0, atol=1e-10)
     assert sums["ce"] == pytest.approx(ce.sum().item(), rel=1e-6)
     gap = (-ce.detach() - behaviour).abs().nansum()
-    assert sums["own_rows"] == 19 and sums["behaviour_gap"] == pytest.approx(gap.item(), rel=1e-5)
+    assert sums["on_policy_rows"] == 19 and sums["sampling_logprob_gap"] == pytest.approx(gap.item(), rel=1e-5)
 
 
 def test_without_draws_there_is_only_cross_entropy():
@@ -260,16 +260,19 @@ def test_without_draws_there_is_only_cross_entropy():
     ce = F.cross_entropy(logits, labels, reduction="none")
     target = [(1.0, DenseTarget(logits=teachers[0][1]))]
     loss, _, sums = table_step(logits, batch_with(labels, None, lengths), target, 16, KNOBS)
-    assert loss == pytest.approx(0.25 * ce.sum().item() / 16, abs=1e-10) and sums["kd"] == sums["own_rows"] == 0
+    assert loss == pytest.approx(0.25 * ce.sum().item() / 16, abs=1e-10) and sums["kd"] == sums["on_policy_rows"] == 0
     loss, _, sums = table_step(logits, batch_with(labels, behaviour, lengths), [], 16, KNOBS)
-    assert loss == pytest.approx(0.25 * ce[behaviour.isnan()].sum().item() / 16, abs=1e-10) and sums["own_rows"] == 19
+    assert (
+        loss == pytest.approx(0.25 * ce[behaviour.isnan()].sum().item() / 16, abs=1e-10)
+        and sums["on_policy_rows"] == 19
+    )
 
 
 def test_no_rows_give_a_differentiable_zero():
     empty = batch_with(torch.zeros(0).long(), torch.zeros(0), [0])
     logits = torch.zeros(0, 5)
     loss, gradient, _ = table_step(
-        logits, empty, [(1.0, ChosenTarget(torch.zeros(0)))], 16, replace(KNOBS, discount=0.9)
+        logits, empty, [(1.0, TokenLogprobsTarget(torch.zeros(0)))], 16, replace(KNOBS, discount=0.9)
     )
     assert loss == 0.0 and gradient.shape == (0, 5)
 
@@ -304,12 +307,12 @@ def test_autocast_leaves_the_teachers_likelihoods_alone():
     ],
 )
 def test_other_targets_are_refused(target):
-    with pytest.raises(ValueError, match=f"a ChosenTarget or a DenseTarget, not a {type(target).__name__}"):
+    with pytest.raises(ValueError, match=f"a TokenLogprobsTarget or a DenseTarget, not a {type(target).__name__}"):
         chosen_logprobs(target, torch.zeros(3).long())
 
 
 def test_confidence_of_likelihoods():
-    target = ChosenTarget(torch.tensor([-1.0, -math.inf]))
+    target = TokenLogprobsTarget(torch.tensor([-1.0, -math.inf]))
     values, rows, counts = row_confidence(target, LABELS[:2], "ce")
     assert values.tolist() == [-1.0, LOG_FLOOR] and rows.tolist() == [0, 1] and counts.tolist() == [1.0, 1.0]
     assert row_confidence(target, LABELS[:2], "entropy") is None
@@ -367,7 +370,7 @@ def test_a_live_teacher_and_its_likelihoods_are_the_same(pair, documents):
     batch = batch_of(*documents)
     with torch.no_grad():
         logits = teacher.language_model.model(batch.input_ids).logits.flatten(0, 1)[batch.rows.teacher]
-    alone = ChosenTarget(logits.log_softmax(-1).gather(-1, batch.rows.labels[:, None])[:, 0])
+    alone = TokenLogprobsTarget(logits.log_softmax(-1).gather(-1, batch.rows.labels[:, None])[:, 0])
     loss, gradients = step(student, [batch], [teacher.targets(batch)], KNOBS)
     expected, others = step(student, [batch], [alone], KNOBS)
     assert loss == pytest.approx(expected, rel=1e-4) and relative(gradients, others) < 1e-4
@@ -380,11 +383,11 @@ def built(tiny_teacher, tmp_path_factory):
     return teacher, data, builder(teacher, data, tmp_path_factory)
 
 
-SETTINGS = LossConfig(divergence="sampled_reverse_kl")
+SETTINGS = LossConfig(divergence="policy_gradient_kl")
 
 
 STORES = [
-    {"kind": "chosen"},
+    {"kind": "token_logprobs"},
     {"kind": "top_k", "k": 8},
     {"kind": "top_k", "k": 4, "temperatures": (2.0,)},
     {"kind": "hidden"},
@@ -402,7 +405,7 @@ def test_a_cache_says_what_the_live_teacher_says(pair, built, store):
     (found,) = open_teachers([config], student, data, SETTINGS, CPU).teachers
     answers = targets_of(found, batches)
     exact = store["kind"] == "hidden"
-    assert all(isinstance(target, DenseTarget if exact else ChosenTarget) for target in answers)
+    assert all(isinstance(target, DenseTarget if exact else TokenLogprobsTarget) for target in answers)
     loss, gradients = step(student, batches, answers, ALONE)
     expected, wanted = step(student, batches, [live.targets(batch) for batch in batches], ALONE)
     assert loss == pytest.approx(expected, rel=1e-4 if exact else 1e-3)
@@ -417,12 +420,12 @@ def test_two_teachers_of_some_documents_each(pair, built):
     routed = replace(
         batch, examples=tuple(replace(e, columns={"side": s}) for e, s in zip(batch.examples, sides, strict=True))
     )
-    config = TeacherConfig(cache=str(build(kind="chosen")), weight=2.0)
+    config = TeacherConfig(cache=str(build(kind="token_logprobs")), weight=2.0)
     (whole,) = open_teachers([config], student, data, SETTINGS, CPU).teachers
     halves = [RoutedTeacher(whole, {"side": side}) for side in ("a", "b")]
     both = ask(halves, [half.prepare(routed) for half in halves], routed, SETTINGS)
     alone = ask([whole], [whole.prepare(batch)], batch, SETTINGS)
-    assert len(both) == 2 and all(isinstance(target, ChosenTarget) for _, target in both)
+    assert len(both) == 2 and all(isinstance(target, TokenLogprobsTarget) for _, target in both)
     loss, gradients = step(student, [routed], [both], KNOBS)
     expected, wanted = step(student, [batch], [alone], KNOBS)
     assert loss == pytest.approx(expected, rel=1e-5) and relative(gradients, wanted) < 1e-5
@@ -443,7 +446,7 @@ def test_two_teachers_of_some_documents_each(pair, built):
 )
 def test_refused_by_the_recipe(keys, says):
     with pytest.raises(ValueError, match=says):
-        LossConfig(divergence="sampled_reverse_kl", **keys)
+        LossConfig(divergence="policy_gradient_kl", **keys)
 
 
 def test_text_of_others_is_refused():
@@ -451,10 +454,10 @@ def test_text_of_others_is_refused():
         "student": {"config": LLAMA, "tokenizer": "shipped:tokenizers/bytes-2k"},
         "teachers": [{"model": "shipped:teacher"}],
         "data": {"sources": [{"files": "shipped:corpus/train.parquet"}]},
-        "loss": {"divergence": "sampled_reverse_kl"},
+        "loss": {"divergence": "policy_gradient_kl"},
         "train": {"steps": 1},
     }
-    with pytest.raises(ValueError, match=r"set policy.on_policy to 1"):
+    with pytest.raises(ValueError, match=r"set rollouts.on_policy_fraction to 1"):
         Recipe.model_validate(keys)
 
 
@@ -471,23 +474,32 @@ def test_refused_teachers(pair, built, foreign, tiny_teacher, tmp_path):
     student, (_, data, build) = pair[0], built
 
     def refused(config: dict[str, Any], says: str, **loss: Any) -> None:
-        settings = LossConfig(**{"divergence": "sampled_reverse_kl", **loss})
+        settings = LossConfig(**{"divergence": "policy_gradient_kl", **loss})
         with pytest.raises(PotstillError, match=says):
             open_teachers([TeacherConfig(**config)], student, data, settings, CPU)
 
-    refused({"cache": str(build(kind="sampled", draws=8))}, "use a cache of kind chosen, top_k or hidden")
+    refused({"cache": str(build(kind="sampled", num_samples=8))}, "use a cache of kind token_logprobs, top_k or hidden")
     new = {"model": str(tiny_teacher), "cache": str(tmp_path / "new"), "store": {"kind": "sampled"}}
-    refused(new, "use a cache of kind chosen, top_k or hidden")
+    refused(new, "use a cache of kind token_logprobs, top_k or hidden")
     assert not (tmp_path / "new").exists()
     refused(
-        {"model": foreign}, "another tokenizer or a prompt of its own: use across.method: chunk with another divergence"
+        {"model": foreign},
+        "another tokenizer or a prompt of its own: use cross_tokenizer.method: span_likelihood with another divergence",
     )
-    refused({"model": str(tiny_teacher), "prompt": "hint"}, "another tokenizer or a prompt of its own")
+    refused({"model": str(tiny_teacher), "context_column": "hint"}, "another tokenizer or a prompt of its own")
     refused(
-        {"cache": str(build(kind="chosen"))}, "loss needs a distribution: build .* sampled_reverse_kl", divergence="jsd"
+        {"cache": str(build(kind="token_logprobs"))},
+        "loss needs a distribution: build .* policy_gradient_kl",
+        divergence="jsd",
     )
-    refused({"cache": str(build(kind="top_k", k=8))}, "take confidence: ce, or kind hidden", confidence="entropy")
-    refused({"cache": str(build(kind="chosen"))}, "loss.several is average", several="average")
+    refused(
+        {"cache": str(build(kind="top_k", k=8))},
+        "take teacher_weighting: ce, or kind hidden",
+        teacher_weighting="entropy",
+    )
+    refused(
+        {"cache": str(build(kind="token_logprobs"))}, "loss.combine_teachers is average", combine_teachers="average"
+    )
     folder = build(kind="top_k", k=9)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(

@@ -31,18 +31,18 @@ from tiny import CPU, examples, tiny
 from tiny_models import make_model
 
 import potstill
+from potstill.cache.codec import Format
+from potstill.cache.origin import format_of, identity_of_model, signal_of_examples
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.models import LanguageModel, load_teacher
-from potstill.teachers import connection
-from potstill.teachers.codec import Format
-from potstill.teachers.held import Busy
-from potstill.teachers.origin import format_of, identity_of_model, signal_of_examples
+from potstill.serving import http as connection
+from potstill.serving.batching import Job, Scorer
+from potstill.serving.held import Busy
+from potstill.serving.options import ServeOptions, listen
+from potstill.serving.protocol import Question, check_signal, read_answer, read_question, write_question
+from potstill.serving.server import Service, application
+from potstill.teachers.open import open_teachers
 from potstill.teachers.remote import open_server
-from potstill.teachers.scorer import Job, Scorer
-from potstill.teachers.serve_options import ServeOptions, listen
-from potstill.teachers.server import Service, application
-from potstill.teachers.several import open_teachers
-from potstill.teachers.wire import Question, check_signal, read_answer, read_question, write_question
 from potstill.types import PotstillError
 
 TOP = Format("top_k", 2048, k=8, temperatures=(1.0, 2.0))
@@ -107,9 +107,9 @@ def test_with_a_token_it_answers_to_any_name(served):
     [
         TOP,
         Format("top_k", 1000, k=1000),
-        Format("top_k", 2048, k=4, rest=6, seed=3),
-        Format("sampled", 2048, draws=9, seed=1),
-        Format("chosen", 2048),
+        Format("top_k", 2048, k=4, tail_samples=6, seed=3),
+        Format("sampled", 2048, num_samples=9, seed=1),
+        Format("token_logprobs", 2048),
         Format("hidden", 2048, width=32),
         Format("given", 2048, k=5, temperatures=(0.5,)),
     ],
@@ -168,9 +168,9 @@ def test_what_it_refuses(served):
     assert "its first one cannot be" in post(asked(predicted=np.ones(21, np.uint8)))[1]
     for odd in (
         {"dtype": ["float32"]},
-        {"draws": 4},
-        {"rest": -1},
-        {"rest": 10**6},
+        {"num_samples": 4},
+        {"tail_samples": -1},
+        {"tail_samples": 10**6},
         {"k": 0},
         {"k": True},
         {"temperatures": [1.0 + i for i in range(17)]},
@@ -234,7 +234,7 @@ def test_sigterm_ends_it_after_what_is_under_way(tiny_teacher):
 
 
 def test_an_empty_token_is_refused(tiny_teacher):
-    from potstill.teachers.server import serve
+    from potstill.serving.server import serve
 
     options = ServeOptions("127.0.0.1", 0, "NO_SUCH_VARIABLE", 1.0, None, None)
     with pytest.raises(PotstillError, match="NO_SUCH_VARIABLE: there is no such environment variable"):
@@ -244,7 +244,7 @@ def test_an_empty_token_is_refused(tiny_teacher):
 def test_without_the_extra_it_is_named(tiny_teacher, monkeypatch):
     import sys
 
-    from potstill.teachers.server import serve
+    from potstill.serving.server import serve
 
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     options = ServeOptions("127.0.0.1", 0, None, 1.0, None, None)
@@ -253,7 +253,7 @@ def test_without_the_extra_it_is_named(tiny_teacher, monkeypatch):
 
 
 def test_a_port_that_is_taken(served, tiny_teacher):
-    from potstill.teachers.server import serve
+    from potstill.serving.server import serve
 
     options = ServeOptions("127.0.0.1", served.port, None, 1.0, None, None)
     with pytest.raises(PotstillError, match=f"cannot listen on 127.0.0.1:{served.port} "):
@@ -264,10 +264,10 @@ def test_the_token_of_a_recipe(served, student, data, monkeypatch):
     monkeypatch.setenv("RIGHT", "open-sesame")
     monkeypatch.setenv("WRONG", "open")
     data = data.model_copy(update={"max_length": 96})
-    config = TeacherConfig.model_validate({"server": served.address, "remote": {"token": "WRONG"}})
+    config = TeacherConfig.model_validate({"server": served.address, "remote": {"api_key_env": "WRONG"}})
     with pytest.raises(PotstillError, match=r"GET /version is refused \(401\): this server wants a bearer token"):
         open_teachers([config], student, data, LossConfig(), CPU)
-    config = TeacherConfig.model_validate({"server": served.address, "remote": {"token": "RIGHT"}})
+    config = TeacherConfig.model_validate({"server": served.address, "remote": {"api_key_env": "RIGHT"}})
     (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
     assert found.prepare(batches_of(data, student)[0]) is not None
     found.close()
@@ -275,7 +275,9 @@ def test_the_token_of_a_recipe(served, student, data, monkeypatch):
 
 def test_requests_larger_than_the_server_takes_are_split(served, teacher, monkeypatch):
     monkeypatch.setenv("RIGHT", "open-sesame")
-    origin = open_server(TeacherConfig.model_validate({"server": served.address, "remote": {"token": "RIGHT"}}), "t")
+    origin = open_server(
+        TeacherConfig.model_validate({"server": served.address, "remote": {"api_key_env": "RIGHT"}}), "t"
+    )
     some = examples([90] * 40)
     form = Format("given", 2048, k=64)
     wanted = [np.tile(np.arange(64, dtype=np.int32), (e.supervised_tokens, 1)) for e in some]
@@ -297,7 +299,7 @@ def test_answers_larger_than_the_server_gives(teacher):
         assert np.allclose(np.concatenate([part["logprobs"] for part in found]), expected["logprobs"], atol=2e-5)
         with pytest.raises(PotstillError, match=r"\(413\): the answer would be 0\.\d+ MB, .*\(--max-answer-mb\)"):
             origin.ask(Format("top_k", 2048, k=512), examples([30]))()
-        many = write_question(Question(Format("chosen", 2048), [replace(examples([100])[0], key="k")] * 11_000))
+        many = write_question(Question(Format("token_logprobs", 2048), [replace(examples([100])[0], key="k")] * 11_000))
         answer = httpx.post(f"{server.address}/score", content=many, timeout=60)
         assert answer.status_code == 413 and "takes 1,048,576 at once" in answer.json()["error"]
         origin.close()
@@ -417,7 +419,7 @@ def test_it_listens_on_either_kind_of_address(host):
 
 @pytest.mark.parametrize("token", ["open sesame", "öffne dich"])
 def test_a_token_that_no_client_can_send(tiny_teacher, monkeypatch, token):
-    from potstill.teachers.server import serve
+    from potstill.serving.server import serve
 
     monkeypatch.setenv("A_TOKEN", token)
     options = ServeOptions("127.0.0.1", 0, "A_TOKEN", 1.0, None, None)
@@ -527,7 +529,7 @@ LIES = {
 def test_a_lying_server_is_found_out(honest, student, data, lie):
     change, words = LIES[lie]
     with Threaded(Altered(honest, "/score", change)) as server:
-        config = TeacherConfig.model_validate({"server": server.address, "remote": {"k": 8, "patience": 30.0}})
+        config = TeacherConfig.model_validate({"server": server.address, "remote": {"k": 8, "retry_timeout": 30.0}})
         (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
         with pytest.raises(PotstillError, match=words) as error:
             found.prepare(batches_of(data, student)[0])
@@ -706,19 +708,19 @@ def test_failures_are_waited_out_with_growing_pauses(honest, student, data, monk
 
 def test_patience_ends(honest, student, data):
     with Threaded(Wire(honest, *[500] * 1000)) as server:
-        remote = {"k": 8, "patience": 1.0}
+        remote = {"k": 8, "retry_timeout": 1.0}
         config = TeacherConfig.model_validate({"server": server.address, "remote": remote})
         (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
         with pytest.raises(
             PotstillError,
-            match=r"it fails \(500\): out of luck; given up after \d+ s \(teachers\[0\]\.remote\.patience\)",
+            match=r"it fails \(500\): out of luck; given up after \d+ s \(teachers\[0\]\.remote\.retry_timeout\)",
         ):
             found.prepare(batches_of(data, student)[0])
         found.close()
 
 
 def test_nobody_there(student, data):
-    remote = {"patience": 0.5}
+    remote = {"retry_timeout": 0.5}
     config = TeacherConfig.model_validate({"server": "http://127.0.0.1:9", "remote": remote})
     with pytest.raises(PotstillError, match="cannot be reached"):
         open_teachers([config], student, data, LossConfig(), CPU)
@@ -730,7 +732,7 @@ def test_a_run_that_ends_does_not_wait_for_its_server(honest, student, data):
         (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(found.prepare, batches_of(data, student)[0])
-            while not found.shelf._origin.server.connection.failures:
+            while not found.source._origin.server.connection.failures:
                 time.sleep(0.01)
             found.close()
             with pytest.raises(PotstillError, match="the run has ended"):
@@ -808,12 +810,14 @@ def test_numbers_that_are_none_stop_the_run_at_once(teacher, tmp_path, student, 
 
 def test_formats_of_a_server_are_those_of_its_model(served, teacher, monkeypatch):
     monkeypatch.setenv("RIGHT", "open-sesame")
-    origin = open_server(TeacherConfig.model_validate({"server": served.address, "remote": {"token": "RIGHT"}}), "t")
+    origin = open_server(
+        TeacherConfig.model_validate({"server": served.address, "remote": {"api_key_env": "RIGHT"}}), "t"
+    )
     for store in (
         StoreConfig(k=8),
         StoreConfig(kind="hidden"),
         StoreConfig(kind="sampled"),
-        StoreConfig(kind="chosen"),
+        StoreConfig(kind="token_logprobs"),
     ):
         assert origin.format(store) == format_of(store, teacher)
     with pytest.raises(PotstillError, match="choose a k of at most that"):

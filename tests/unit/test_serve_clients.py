@@ -21,18 +21,18 @@ from served import Served
 from threaded import Threaded
 from tiny import CPU, examples
 
+from potstill.cache.codec import Format
+from potstill.cache.origin import identity_of_model
 from potstill.config import TeacherConfig
 from potstill.models import LanguageModel, load_teacher
-from potstill.teachers.answers import PIECE, streamed
-from potstill.teachers.codec import Format
-from potstill.teachers.guard import guarded
-from potstill.teachers.held import Budget, Busy, Hold
-from potstill.teachers.origin import identity_of_model
+from potstill.serving.answers import PIECE, streamed
+from potstill.serving.batching import Scorer
+from potstill.serving.guard import guarded
+from potstill.serving.held import Budget, Busy, Hold
+from potstill.serving.options import ServeOptions
+from potstill.serving.protocol import Question, read_answer, read_question, write_answer, write_question
+from potstill.serving.server import Service, application, serve
 from potstill.teachers.remote import open_server
-from potstill.teachers.scorer import Scorer
-from potstill.teachers.serve_options import ServeOptions
-from potstill.teachers.server import Service, application, serve
-from potstill.teachers.wire import Question, read_answer, read_question, write_answer, write_question
 from potstill.types import PotstillError
 
 ALL = Format("top_k", 2048, k=2048)
@@ -370,7 +370,7 @@ def test_a_header_beyond_all_bounds_is_not_read() -> None:
     large = (2**22 + 8).to_bytes(8, "little") + body[8 : 8 + length] + b" " * (2**22 + 8 - length) + body[8 + length :]
     with pytest.raises(ValueError, match="its header has more than 4,194,304 bytes"):
         read_question(large)
-    many = Question(Format("chosen", 2048), examples([2]) * 16_385)
+    many = Question(Format("token_logprobs", 2048), examples([2]) * 16_385)
     with pytest.raises(ValueError, match="there are 16,385 documents, and a request has up to 16,384"):
         read_question(write_question(many))
 
@@ -382,7 +382,7 @@ def test_an_answer_in_parts_is_a_safetensors_body(tiny_teacher: Path) -> None:
         "ids": np.tile(np.arange(3, dtype=np.int32), (4, 1)),
         "logprobs": rows,
         "odds": np.full((4, 1), np.log(2), np.float32),
-        "chosen": rows[:, 0],
+        "token_logprobs": rows[:, 0],
     }
     found = read_answer(b"".join(write_answer(signal)), form, 4)
     assert all(np.array_equal(found[name], values) for name, values in signal.items())

@@ -18,8 +18,8 @@ import potstill
 from potstill.config import DataConfig, LossConfig, StudentConfig, TeacherConfig
 from potstill.losses import DIVERGENCES, DenseTarget, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_student, load_teacher
-from potstill.teachers.several import as_teachers_need, open_teachers
-from potstill.teachers.weighing import Routed, ask
+from potstill.teachers.combine import Routed, ask
+from potstill.teachers.open import as_teachers_need, open_teachers
 from potstill.training.student import StudentLoss
 from potstill.types import PotstillError
 
@@ -65,7 +65,7 @@ def test_weights_by_row_are_those_of_the_rows(kind, chunk_rows):
         torch.testing.assert_close(found, a + b)
 
 
-@pytest.mark.parametrize("method", ["shared", "projection", "chunk", "uld"])
+@pytest.mark.parametrize("method", ["common_vocab", "projection", "span_likelihood", "uld"])
 @pytest.mark.parametrize("kind", ["dense", "top-k"])
 def test_weights_of_chunks_scale_all_their_rows(method, kind):
     hidden, weight, labels, target = random_case(5, method)
@@ -200,8 +200,8 @@ def text_logprobs(model: str, text: str) -> float:
 @pytest.mark.parametrize("cross", [False, True], ids=["one tokenizer", "two tokenizers"])
 def test_confidence_by_the_likelihood_of_the_text(models, student, file, cross):
     chosen = [models[0], models[2] if cross else models[1]]
-    configs = [{"model": chosen[0], "weight": 2.0}, {"model": chosen[1], "across": {"method": "shared"}}]
-    teachers, batches, settings = open_all(configs, student, file, confidence="ce")
+    configs = [{"model": chosen[0], "weight": 2.0}, {"model": chosen[1], "cross_tokenizer": {"method": "common_vocab"}}]
+    teachers, batches, settings = open_all(configs, student, file, teacher_weighting="ce")
     for batch, targets in zip(batches, asked(teachers, batches, settings), strict=True):
         for rows, example in zip(by_document(batch), batch.examples, strict=True):
             count = example.supervised_tokens
@@ -232,7 +232,7 @@ def _in_chunks(teacher, batch, target, rows) -> float:
 @pytest.mark.parametrize("what", ["entropy", "max_probability"])
 def test_confidence_by_how_sure_the_teachers_are(models, student, file, what):
     configs = [{"model": model} for model in models[:2]]
-    teachers, batches, settings = open_all(configs, student, file, confidence=what)
+    teachers, batches, settings = open_all(configs, student, file, teacher_weighting=what)
     for batch, targets in zip(batches, asked(teachers, batches, settings), strict=True):
         p = [(t.hidden @ t.weight.t()).double().softmax(-1) for _, t in targets]
         rows_say = [(x * x.log()).sum(-1) if what == "entropy" else x.amax(-1) for x in p]
@@ -247,7 +247,7 @@ def test_confidence_by_how_sure_the_teachers_are(models, student, file, what):
 
 def test_the_best_teacher_of_a_document_has_it_to_itself(models, student, file):
     configs = [{"model": model} for model in models[:2]]
-    teachers, batches, settings = open_all(configs, student, file, several="best")
+    teachers, batches, settings = open_all(configs, student, file, combine_teachers="best")
     chosen = set()
     for batch, targets in zip(batches, asked(teachers, batches, settings), strict=True):
         for rows, example in zip(by_document(batch), batch.examples, strict=True):
@@ -259,8 +259,10 @@ def test_the_best_teacher_of_a_document_has_it_to_itself(models, student, file):
     assert chosen  # and what the loss makes of such weights is tested above
 
 
-@pytest.mark.parametrize("method", ["spelled", "shared"])
-@pytest.mark.parametrize("loss", [{"several": "best"}, {"confidence": "ce"}, {"confidence": "entropy"}], ids=str)
+@pytest.mark.parametrize("method", ["prefix_marginal", "common_vocab"])
+@pytest.mark.parametrize(
+    "loss", [{"combine_teachers": "best"}, {"teacher_weighting": "ce"}, {"teacher_weighting": "entropy"}], ids=str
+)
 def test_a_teacher_with_nothing_to_say_is_not_the_surest(models, student, tmp_path, method, loss):
     """One that cannot read so far leaves a document to the other."""
     short = load_student(
@@ -270,7 +272,7 @@ def test_a_teacher_with_nothing_to_say_is_not_the_surest(models, student, tmp_pa
     short.tokenizer.save_pretrained(tmp_path / "short")
     long = {"q": " ".join(r["text"] for r in RECORDS[:2]), "a": " It is so."}
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, (long, {"q": "Say it.", "a": " It is so."}))))
-    configs = [{"model": models[0]}, {"model": str(tmp_path / "short"), "across": {"method": method}}]
+    configs = [{"model": models[0]}, {"model": str(tmp_path / "short"), "cross_tokenizer": {"method": method}}]
     teachers, batches, settings = open_all(
         configs, student, tmp_path / "pairs.jsonl", {"prompt": "q", "completion": "a"}, **loss
     )
@@ -286,12 +288,14 @@ def test_a_teacher_with_nothing_to_say_is_not_the_surest(models, student, tmp_pa
 def test_averaged_teachers_are_one(models, student, file):
     """Two times the same one is that one; two different ones are neither."""
     alone, batches, settings = open_all([{"model": models[0], "weight": 2.0}], student, file)
-    twice, _, average = open_all([{"model": models[0]}, {"model": models[0]}], student, file, several="average")
+    twice, _, average = open_all(
+        [{"model": models[0]}, {"model": models[0]}], student, file, combine_teachers="average"
+    )
     wanted = taken(student, batches, asked(alone, batches, settings))
     found = taken(student, batches, asked(twice, batches, average))
     assert found[0] == pytest.approx(wanted[0], rel=1e-5)
     assert relative(found[1], wanted[1]) < 1e-5
-    both, _, average = open_all([{"model": model} for model in models[:2]], student, file, several="average")
+    both, _, average = open_all([{"model": model} for model in models[:2]], student, file, combine_teachers="average")
     assert taken(student, batches, asked(both, batches, average))[0] != pytest.approx(wanted[0], rel=1e-3)
 
 
@@ -299,8 +303,8 @@ def test_averaged_teachers_are_one(models, student, file):
 def test_a_teacher_is_asked_about_its_documents_only(models, student, file, one, two):
     """The step is what the documents give apart, each with its own teacher; the one that nobody teaches gives cross-entropy."""
     configs = [
-        {"model": models[one], "only": {"domain": "state"}},
-        {"model": models[two], "only": {"domain": ["law", "war"]}},
+        {"model": models[one], "filter": {"domain": "state"}},
+        {"model": models[two], "filter": {"domain": ["law", "war"]}},
     ]
     teachers, batches, settings = open_all(configs, student, file)
     loss, gradients = taken(student, batches, asked(teachers, batches, settings))
@@ -321,7 +325,7 @@ def test_a_teacher_is_asked_about_its_documents_only(models, student, file, one,
 
 
 def test_a_batch_that_a_teacher_is_not_for_does_not_ask_it(models, student, file):
-    teachers, batches, settings = open_all([{"model": models[0], "only": {"domain": "poetry"}}], student, file)
+    teachers, batches, settings = open_all([{"model": models[0], "filter": {"domain": "poetry"}}], student, file)
     made = teachers[0].prepare(batches[0])
     assert isinstance(made, Routed) and made.batch is None
     assert ask(teachers, [made], batches[0], settings) == []
@@ -349,7 +353,7 @@ def test_a_teacher_reads_a_prompt_of_its_own_before_a_completion(models, student
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(json.dumps(record) for record in records))
     columns = {"prompt": "q", "completion": "a"}
-    teachers, batches, settings = open_all([{"model": models[0], "prompt": "hint"}], student, file, columns)
+    teachers, batches, settings = open_all([{"model": models[0], "context_column": "hint"}], student, file, columns)
     module, found = StudentLoss(student), 0.0
     for batch, targets in zip(batches, asked(teachers, batches, settings), strict=True):
         found += module(batch, targets, 1.0, KD)[0].item()
@@ -366,7 +370,7 @@ def test_a_teacher_reads_a_prompt_of_its_own_before_a_completion(models, student
 
 def test_a_teacher_reads_a_prompt_of_its_own_before_a_text(models, student, file):
     """All of the text but its first token, which the student has nothing before."""
-    teachers, batches, settings = open_all([{"model": models[0], "prompt": "hint"}], student, file)
+    teachers, batches, settings = open_all([{"model": models[0], "context_column": "hint"}], student, file)
     module, found = StudentLoss(student), 0.0
     for batch, targets in zip(batches, asked(teachers, batches, settings), strict=True):
         found += module(batch, targets, 1.0, KD)[0].item()
@@ -387,7 +391,7 @@ def test_a_system_message_of_the_teachers_own(models, student, tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text("\n".join(json.dumps({"chat": c, "hint": r["hint"]}) for c, r in zip(chats, RECORDS, strict=True)))
     teachers, batches, settings = open_all(
-        [{"model": models[0], "prompt": "hint"}], student, file, {"messages": "chat"}
+        [{"model": models[0], "context_column": "hint"}], student, file, {"messages": "chat"}
     )
     (batch,), (targets,) = batches, asked(teachers, batches, settings)
     made = teachers[0].prepare(batch)
@@ -416,10 +420,10 @@ def recipe_of(run: Path, file: Path, teachers: list[dict[str, Any]], **loss: Any
 @pytest.mark.parametrize(
     ("extra", "loss"),
     [
-        ({}, {"several": "best"}),
-        ({}, {"confidence": "entropy"}),
-        ({"only": {"domain": "law"}}, {}),
-        ({"prompt": "hint"}, {}),
+        ({}, {"combine_teachers": "best"}),
+        ({}, {"teacher_weighting": "entropy"}),
+        ({"filter": {"domain": "law"}}, {}),
+        ({"context_column": "hint"}, {}),
     ],
 )
 def test_from_a_recipe(models, file, tmp_path, extra, loss):
@@ -433,11 +437,23 @@ def test_from_a_recipe(models, file, tmp_path, extra, loss):
 @pytest.mark.parametrize(
     ("teachers", "loss", "says"),
     [
-        ([{"model": 0}, {"model": 2}], {"several": "average"}, r"teachers\[1\]: loss.several is average"),
-        ([{"model": 0}, {"model": 1, "prompt": "hint"}], {"several": "average"}, r"without only and prompt"),
-        ([{"model": 0, "only": {"topic": "x"}}], {}, r"has no column topic"),
-        ([{"model": 0}], {"several": "best", "confidence": "ce"}, r"confidence goes with several: sum"),
-        ([{"model": 0, "cache": "somewhere", "prompt": "hint"}], {}, r"prompt goes without cache"),
+        (
+            [{"model": 0}, {"model": 2}],
+            {"combine_teachers": "average"},
+            r"teachers\[1\]: loss.combine_teachers is average",
+        ),
+        (
+            [{"model": 0}, {"model": 1, "context_column": "hint"}],
+            {"combine_teachers": "average"},
+            r"without filter and context_column",
+        ),
+        ([{"model": 0, "filter": {"topic": "x"}}], {}, r"has no column topic"),
+        (
+            [{"model": 0}],
+            {"combine_teachers": "best", "teacher_weighting": "ce"},
+            r"teacher_weighting goes with combine_teachers: sum",
+        ),
+        ([{"model": 0, "cache": "somewhere", "context_column": "hint"}], {}, r"context_column goes without cache"),
     ],
 )
 def test_refused(models, file, tmp_path, teachers, loss, says):

@@ -1,4 +1,4 @@
-"""The method `spelled`: against its naive twin, and from real text through real tokenizers, byte by byte."""
+"""The method `prefix_marginal`: against its naive twin, and from real text through real tokenizers, byte by byte."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from taught import KD
 from tiny import CPU, LLAMA, batch_of, tiny
 from tiny_spelling import naive_probabilities, random_spelling
 
-from potstill.config import AcrossConfig, StudentConfig
+from potstill.cache.reading import TeacherText
+from potstill.config import CrossTokenizerConfig, StudentConfig
 from potstill.data import Encoder, Piece
 from potstill.losses import DIVERGENCES, DenseTarget, fused_linear_kd
 from potstill.losses import dense as dense_module
 from potstill.losses.dense import target_logits
 from potstill.models import load_student
-from potstill.teachers.aligned import AlignedTeacher
-from potstill.teachers.pairing import Pairing
-from potstill.teachers.reading import TeacherText
-from potstill.teachers.spelling import Speller, spell_rows
+from potstill.teachers.cross_tokenizer import AlignedTeacher
+from potstill.teachers.prefix_marginal import Speller, spell_rows
+from potstill.teachers.tokenizer_pair import TokenizerPair
 from potstill.training.student import StudentLoss
 
 TEXTS = [
@@ -26,7 +26,8 @@ TEXTS = [
     "2,024 treaties; 日本 and 🙂🙂",
     "unhappiness\t\tand   runs of spaces   ",
     "[INST] {not: special} [/INST]",
-    "Commerce between independent governments, constitutional amendments, secretaries, treasury departments, citizens abroad.",
+    "Commerce between independent governments, constitutional amendments, secretaries, treasury departments, citizens "
+    "abroad.",
 ]
 
 
@@ -72,7 +73,7 @@ def test_from_text_byte_by_byte(student_tokenizer, teacher_tokenizer):
         for number, name in enumerate((student_tokenizer, teacher_tokenizer))
     )
     teacher.model.eval()
-    pairing = Pairing(student.tokenizer, teacher.tokenizer, AcrossConfig(method="spelled"))
+    pairing = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig(method="prefix_marginal"))
     aligned = AlignedTeacher(teacher, pairing, "teacher")
     encode = Encoder(student.tokenizer, max_length=100, append_eos=True)
     documents = [e.example for e in encode([Piece(f"{i:032x}", text) for i, text in enumerate(TEXTS)])]
@@ -159,7 +160,7 @@ def test_rows_in_no_chunk_say_nothing():
     """A tokenizer that changes the text: where it does, the teacher is not heard."""
     student = tiny(0)
     teacher = tiny(1)
-    pairing = Pairing(student.tokenizer, teacher.tokenizer, AcrossConfig(method="spelled"))
+    pairing = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig(method="prefix_marginal"))
     encode = Encoder(student.tokenizer, max_length=100, append_eos=True)
     (example,) = [e.example for e in encode([Piece("0" * 32, "The people, and the peace of the nations.")])]
     (other,) = [e.example for e in encode([Piece("0" * 32, "The people, or  the peace of the nations.")])]
@@ -186,7 +187,9 @@ def test_statistics_compare_with_the_spelled_teacher():
         tiny(0),
         load_student(StudentConfig(config=LLAMA, tokenizer="shipped:tokenizers/pieces-1k"), CPU, 1),
     )
-    aligned = AlignedTeacher(teacher, Pairing(student.tokenizer, teacher.tokenizer, AcrossConfig()), "teacher")
+    aligned = AlignedTeacher(
+        teacher, TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig()), "teacher"
+    )
     encode = Encoder(student.tokenizer, max_length=100, append_eos=True)
     batch = batch_of(*(e.example for e in encode([Piece(f"{i:032x}", text) for i, text in enumerate(TEXTS)])))
     target = aligned.targets(batch, aligned.prepare(batch))
@@ -202,7 +205,7 @@ def test_few_entries_say_what_the_whole_does(k):
         load_student(StudentConfig(config=LLAMA, tokenizer=f"shipped:tokenizers/{name}"), CPU, number)
         for number, name in enumerate(("pieces-1k", "bytes-2k"))
     )
-    pairing = Pairing(student.tokenizer, teacher.tokenizer, AcrossConfig())
+    pairing = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig())
     encode, read = Encoder(student.tokenizer, max_length=100, append_eos=True), TeacherText(teacher.tokenizer, None)
     pieces = [Piece(f"{i:032x}", text) for i, text in enumerate(TEXTS)]
     batch = batch_of(*(e.example for e in encode(pieces)))

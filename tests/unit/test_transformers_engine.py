@@ -11,7 +11,7 @@ from transformers import LlamaModel
 from potstill.config import SamplingConfig, StudentConfig
 from potstill.losses.dense import target_logits
 from potstill.models import load_student
-from potstill.rollouts.engine import Ask
+from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.sampling import drawn_from
 from potstill.rollouts.transformers import TransformersEngine
 from potstill.types import PotstillError
@@ -21,8 +21,8 @@ SLIDING = {"model_type": "mistral", "sliding_window": 6}
 PROMPTS = [np.arange(5, 5 + n, dtype=np.int32) * 3 for n in (3, 9, 1, 9, 14)]
 
 
-def asks(*numbers: int, seed: int = 0) -> list[Ask]:
-    return [Ask(PROMPTS[i], seed * 100 + place) for place, i in enumerate(numbers)]
+def asks(*numbers: int, seed: int = 0) -> list[GenerationRequest]:
+    return [GenerationRequest(PROMPTS[i], seed * 100 + place) for place, i in enumerate(numbers)]
 
 
 def engine(model, sampling=None, stop_ids=(), **keys) -> TransformersEngine:
@@ -68,7 +68,7 @@ def test_a_text_depends_on_its_prompt_and_seed_not_on_its_neighbours() -> None:
     model = tiny()
     together = engine(model).generate(asks(4, 0, 1, 3, 1))
     for place, i in enumerate((4, 0, 1, 3, 1)):
-        (alone,) = engine(model).generate([Ask(PROMPTS[i], place)])
+        (alone,) = engine(model).generate([GenerationRequest(PROMPTS[i], place)])
         assert alone.ids.tolist() == together[place].ids.tolist()
     turns = engine(model, batch_size=2).generate(asks(4, 0, 1, 3, 1))
     assert [t.ids.tolist() for t in turns] == [t.ids.tolist() for t in together]
@@ -134,7 +134,7 @@ def test_a_model_that_forgets_what_it_read_reads_it_again_for_every_token(monkey
     monkeypatch.setattr(LlamaModel, "forward", forgetful)
     slow = engine(model)
     assert slow.notes == [
-        "policy.engine: the student (llama) writes more slowly than others: the whole text is read again for every token"
+        "rollouts.engine: the student (llama) writes more slowly than others: the whole text is read again for every token"
     ]
     for text, expected in zip(slow.generate(asks(0, 1, 1)), before, strict=True):
         assert text.ids.tolist() == expected.ids.tolist()
@@ -154,7 +154,7 @@ def test_a_model_whose_rows_see_each_other_is_refused(monkeypatch) -> None:
     with pytest.raises(
         PotstillError,
         match=r"the student \(llama\) cannot write text with transformers here \(what it writes token by token is not what it "
-        r"says of the whole text, by 0\.\d+ nats\): choose policy.engine.kind: vllm",
+        r"says of the whole text, by 0\.\d+ nats\): choose rollouts.engine.kind: vllm",
     ):
         engine(model)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from potstill.config.policy import SamplingConfig
+from potstill.config.rollouts import SamplingConfig
 from potstill.rollouts.sampling import drawn_from
 
 PROBS = [0.5, 0.25, 0.125, 0.125]

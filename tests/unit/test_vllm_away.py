@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from potstill.config import StudentConfig
-from potstill.config.policy import EngineConfig, PolicyConfig, SamplingConfig
+from potstill.config.rollouts import EngineConfig, RolloutsConfig, SamplingConfig
 from potstill.models import LanguageModel, load_student
 from potstill.rollouts import vllm_weights
 from potstill.rollouts.vllm import open_vllm
@@ -64,9 +64,9 @@ def serve() -> Iterator[Callable[[Answer], str]]:
         server.server_close()
 
 
-def policy(server: str | None = None, **sampling: Any) -> PolicyConfig:
-    return PolicyConfig(
-        on_policy=1, engine=EngineConfig(kind="vllm", server=server), sampling=SamplingConfig(**sampling)
+def rollouts(server: str | None = None, **sampling: Any) -> RolloutsConfig:
+    return RolloutsConfig(
+        on_policy_fraction=1, engine=EngineConfig(kind="vllm", server=server), sampling=SamplingConfig(**sampling)
     )
 
 
@@ -87,22 +87,22 @@ def look(path: str, body: dict[str, Any], mode: str = "processed_logprobs") -> t
     return 404, {"detail": "Not Found"}
 
 
-def connect(student: LanguageModel, server: str, folder: Path, patience: float = 5.0, **sampling: Any) -> Server:
-    return Server(student, policy(server, **sampling), [1], 128, folder, 0, patience=patience)
+def connect(student: LanguageModel, server: str, folder: Path, retry_timeout: float = 5.0, **sampling: Any) -> Server:
+    return Server(student, rollouts(server, **sampling), [1], 128, folder, 0, retry_timeout=retry_timeout)
 
 
 def test_without_vllm(student: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(PotstillError, match=r"tools/setup_vllm .* pip install vllm"):
-        open_vllm(student, policy(), stop_ids=[1], max_length=64, folder=tmp_path)
+        open_vllm(student, rollouts(), stop_ids=[1], max_length=64, folder=tmp_path)
 
 
 @pytest.mark.parametrize(("temperature", "words"), [(0.005, "would take 0.01"), (2.5, "at most 2")])
 def test_temperatures_that_vllm_would_change(
     student: LanguageModel, tmp_path: Path, temperature: float, words: str
 ) -> None:
-    with pytest.raises(PotstillError, match=rf"policy\.sampling\.temperature {temperature:g}: .*{words}"):
-        open_vllm(student, policy(temperature=temperature), stop_ids=[1], max_length=64, folder=tmp_path)
+    with pytest.raises(PotstillError, match=rf"rollouts\.sampling\.temperature {temperature:g}: .*{words}"):
+        open_vllm(student, rollouts(temperature=temperature), stop_ids=[1], max_length=64, folder=tmp_path)
 
 
 def test_nobody_is_there(student: LanguageModel, tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_nobody_is_there(student: LanguageModel, tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(
-        PotstillError, match=rf"policy\.engine: the server at {address}: it cannot be reached .*refused"
+        PotstillError, match=rf"rollouts\.engine: the server at {address}: it cannot be reached .*refused"
     ):
-        connect(student, address, tmp_path, patience=1.0)
+        connect(student, address, tmp_path, retry_timeout=1.0)
 
 
 def test_a_server_without_the_dev_mode(student: LanguageModel, tmp_path: Path, serve: Callable[[Answer], str]) -> None:

@@ -12,7 +12,7 @@ from potstill.config import SamplingConfig, StudentConfig
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_student
 from potstill.rollouts import rows, transformers
-from potstill.rollouts.engine import Ask
+from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.transformers import TransformersEngine
 
 SIZES = {
@@ -81,7 +81,7 @@ FAMILIES = [
 LIKE_ANOTHER = ("zamba2", "falcon_mamba", "xlstm")  # of the families here
 KEYS = {kind: keys for kind, keys, _ in FAMILIES}
 PROMPTS = [np.random.default_rng(n).integers(5, 2000, n).astype(np.int32) for n in (3, 9, 1, 8, 14)]
-ASKED = [Ask(PROMPTS[i], seed) for seed, i in enumerate((0, 1, 2, 3, 4, 1, 1, 0))]
+ASKED = [GenerationRequest(PROMPTS[i], seed) for seed, i in enumerate((0, 1, 2, 3, 4, 1, 1, 0))]
 
 
 def load(kind: str, keys: dict) -> LanguageModel:
@@ -89,7 +89,7 @@ def load(kind: str, keys: dict) -> LanguageModel:
 
 
 @torch.no_grad()
-def alone(model: LanguageModel, ask: Ask, ids: np.ndarray) -> torch.Tensor:
+def alone(model: LanguageModel, ask: GenerationRequest, ids: np.ndarray) -> torch.Tensor:
     """Log-probabilities [C, V] at each token of an answer, from one pass over the whole text."""
     whole = torch.from_numpy(np.concatenate([ask.ids, ids])[None].astype(np.int64))
     model.model.eval()
@@ -138,6 +138,6 @@ def test_a_state_that_does_not_follow_its_row_is_noticed_before_anything_is_writ
     assert engine.way == transformers.WAYS[ALL_STAY]
     (note,) = engine.notes
     assert note == (
-        "policy.engine: the student (mamba2) writes more slowly than others: only prompts of one length are written to at "
+        "rollouts.engine: the student (mamba2) writes more slowly than others: only prompts of one length are written to at "
         "once, and finished texts stay in the batch"
     )

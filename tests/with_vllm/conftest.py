@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from writers import EOS, MAX_LENGTH, Writer, policy, shipped_teacher
+from writers import EOS, MAX_LENGTH, Writer, rollouts, shipped_teacher
 
 from potstill.rollouts.engine import Engine
 from potstill.rollouts.vllm import open_vllm
@@ -37,7 +37,7 @@ def needs_vllm() -> None:
 def colocated(needs_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writer]:
     student = shipped_teacher()
     engine: Engine = open_vllm(
-        student, policy(), stop_ids=[EOS], max_length=MAX_LENGTH, folder=tmp_path_factory.mktemp("vllm")
+        student, rollouts(), stop_ids=[EOS], max_length=MAX_LENGTH, folder=tmp_path_factory.mktemp("vllm")
     )
     yield Writer(engine, student)
     engine.close()

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from potstill.config.policy import SamplingConfig
+from potstill.config.rollouts import SamplingConfig
 from potstill.models import LanguageModel
-from potstill.rollouts.engine import Ask, Written
+from potstill.rollouts.engine import Completion, GenerationRequest
 
 
 def prompt(student: LanguageModel, text: str) -> npt.NDArray[np.int32]:
     return np.array(student.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
 
-def asks(student: LanguageModel, texts: Sequence[str], seeds: Sequence[int] = (0,)) -> list[Ask]:
-    return [Ask(prompt(student, text), seed) for text in texts for seed in seeds]
+def asks(student: LanguageModel, texts: Sequence[str], seeds: Sequence[int] = (0,)) -> list[GenerationRequest]:
+    return [GenerationRequest(prompt(student, text), seed) for text in texts for seed in seeds]
 
 
 @torch.no_grad()
@@ -38,7 +38,9 @@ def likeliest(student: LanguageModel, prompt_ids: npt.NDArray[np.int32], count: 
     return ids
 
 
-def drawn_logprobs(student: LanguageModel, ask: Ask, text: Written, sampling: SamplingConfig) -> Tensor:
+def drawn_logprobs(
+    student: LanguageModel, ask: GenerationRequest, text: Completion, sampling: SamplingConfig
+) -> Tensor:
     logits = logits_after(student, ask.ids, text.ids) / sampling.temperature
     if sampling.min_p:
         logits = MinPLogitsWarper(sampling.min_p)(None, logits)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from expected import asks, drawn_logprobs, likeliest
 from tiny_models import make_model
-from writers import EOS, MAX_LENGTH, Writer, policy, shake, shipped_teacher
+from writers import EOS, MAX_LENGTH, Writer, rollouts, shake, shipped_teacher
 
 from potstill.config import StudentConfig
 from potstill.models import LanguageModel, load_student
@@ -33,7 +33,7 @@ def follows(writer: Writer, tolerance: float = 1e-4) -> None:
 
 
 def open_for(student: LanguageModel, folder: Path, server: str | None = None) -> Writer:
-    engine: Any = open_vllm(student, policy(server), stop_ids=[EOS], max_length=MAX_LENGTH, folder=folder, version=5)
+    engine: Any = open_vllm(student, rollouts(server), stop_ids=[EOS], max_length=MAX_LENGTH, folder=folder, version=5)
     return Writer(engine, student)
 
 
@@ -93,7 +93,7 @@ def test_weights_that_do_not_arrive_at_the_server(
 
 def test_a_server_of_another_model(server_to_update: str, tmp_path: Path) -> None:
     student = load_student(StudentConfig(model=str(make_model(tmp_path / "other"))), torch.device("cpu"), 0)
-    with pytest.raises(PotstillError, match=r"policy\.engine: .*: POST /collective_rpc is refused \(500\)"):
+    with pytest.raises(PotstillError, match=r"rollouts\.engine: .*: POST /collective_rpc is refused \(500\)"):
         open_for(student, tmp_path / "weights", server_to_update)
 
 
@@ -110,7 +110,7 @@ def test_a_server_with_less_room(vllm_server: str, tmp_path: Path) -> None:
     with pytest.raises(
         PotstillError, match=r"takes 256 tokens and data.max_length is 512: start it with --max-model-len 512"
     ):
-        open_vllm(shipped_teacher(), policy(vllm_server), stop_ids=[EOS], max_length=512, folder=tmp_path)
+        open_vllm(shipped_teacher(), rollouts(vllm_server), stop_ids=[EOS], max_length=512, folder=tmp_path)
 
 
 def test_only_the_newest_weights_stay(server_to_update: str, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from expected import asks, drawn_logprobs, likeliest, prompt
-from writers import EOS, MAX_LENGTH, Writer, policy, shipped_teacher
+from writers import EOS, MAX_LENGTH, Writer, rollouts, shipped_teacher
 
-from potstill.rollouts.engine import Ask
+from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.vllm import open_vllm
 from potstill.types import PotstillError
 
@@ -26,7 +26,7 @@ TEXTS = ["The people of the United States", "I have the honor to", "Our", "In th
 def served(vllm_server: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     student = shipped_teacher()
     folder = tmp_path_factory.mktemp("weights")
-    engine = open_vllm(student, policy(vllm_server), stop_ids=[EOS], max_length=MAX_LENGTH, folder=folder)
+    engine = open_vllm(student, rollouts(vllm_server), stop_ids=[EOS], max_length=MAX_LENGTH, folder=folder)
     yield Writer(engine, student)
     engine.close()
 
@@ -132,10 +132,10 @@ def test_lengths(writer: Writer) -> None:
     assert len(text.ids) == len(text.logprobs) == 1
     writer.ends_with()
     writer.sampling(max_new_tokens=MAX_LENGTH - 1)
-    [text] = writer.engine.generate([Ask(prompt(student, TEXTS[0])[:1], 0)])
+    [text] = writer.engine.generate([GenerationRequest(prompt(student, TEXTS[0])[:1], 0)])
     assert (len(text.ids), text.end) == (MAX_LENGTH - 1, "length")
     with pytest.raises(PotstillError, match=r"prompt of 2 tokens and .*max_new_tokens 127 .* data.max_length 128"):
-        writer.engine.generate([Ask(prompt(student, TEXTS[0])[:2], 0)])
+        writer.engine.generate([GenerationRequest(prompt(student, TEXTS[0])[:2], 0)])
 
 
 def test_a_text_depends_on_its_prompt_and_seed_alone(writer: Writer) -> None:
@@ -185,5 +185,5 @@ def test_options_that_are_not_the_users(needs_vllm: None, tmp_path: Path) -> Non
     ):
         with pytest.raises(PotstillError, match=match):
             open_vllm(
-                shipped_teacher(), policy(options=options), stop_ids=[EOS], max_length=MAX_LENGTH, folder=tmp_path
+                shipped_teacher(), rollouts(options=options), stop_ids=[EOS], max_length=MAX_LENGTH, folder=tmp_path
             )

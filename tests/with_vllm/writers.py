@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from potstill.config import StudentConfig
-from potstill.config.policy import EngineConfig, PolicyConfig, SamplingConfig
+from potstill.config.rollouts import EngineConfig, RolloutsConfig, SamplingConfig
 from potstill.models import LanguageModel, load_student
 
 MAX_LENGTH = 128
@@ -27,9 +27,11 @@ def shake(student: LanguageModel, seed: int, scale: float = 0.02) -> None:
             weight += scale * torch.randn(weight.shape, generator=generator).to(weight.dtype)
 
 
-def policy(server: str | None = None, options: dict[str, Any] | None = None, **sampling: Any) -> PolicyConfig:
+def rollouts(server: str | None = None, options: dict[str, Any] | None = None, **sampling: Any) -> RolloutsConfig:
     engine = EngineConfig(kind="vllm", server=server, options=options or {})
-    return PolicyConfig(on_policy=1, engine=engine, sampling=SamplingConfig(**({"max_new_tokens": 16} | sampling)))
+    return RolloutsConfig(
+        on_policy_fraction=1, engine=engine, sampling=SamplingConfig(**({"max_new_tokens": 16} | sampling))
+    )
 
 
 @dataclass

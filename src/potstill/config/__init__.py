@@ -7,14 +7,15 @@ from pydantic import Field, model_validator
 
 from potstill.config.data import DataConfig, SourceConfig
 from potstill.config.models import (
-    AcrossConfig,
+    CrossTokenizerConfig,
     Dtype,
     RemoteConfig,
     StoreConfig,
     StudentConfig,
     TeacherConfig,
 )
-from potstill.config.policy import EngineConfig, PolicyConfig, SamplingConfig
+from potstill.config.rollouts import EngineConfig, RolloutsConfig, SamplingConfig
+from potstill.config.sections import Scheduled, Section
 from potstill.config.training import (
     CheckpointConfig,
     EvalConfig,
@@ -24,11 +25,10 @@ from potstill.config.training import (
     OptimizerConfig,
     TrainConfig,
 )
-from potstill.sections import Scheduled, Section
 
 __all__ = [
-    "AcrossConfig",
     "CheckpointConfig",
+    "CrossTokenizerConfig",
     "DataConfig",
     "Dtype",
     "EngineConfig",
@@ -37,9 +37,9 @@ __all__ = [
     "LossConfig",
     "LrScheduleConfig",
     "OptimizerConfig",
-    "PolicyConfig",
     "Recipe",
     "RemoteConfig",
+    "RolloutsConfig",
     "SamplingConfig",
     "SourceConfig",
     "StoreConfig",
@@ -56,7 +56,7 @@ class Recipe(Section):
     student: StudentConfig
     teachers: list[TeacherConfig] = Field([], description="empty: plain training on the text")
     data: DataConfig
-    policy: PolicyConfig = PolicyConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -75,44 +75,48 @@ class Recipe(Section):
 
     def _written(self) -> None:
         """What written text asks of the rest of the recipe."""
-        policy = self.policy
-        if policy.data_share > 0 and any(s.kind == "completion" and not s.completion for s in self.data.sources):
+        rollouts = self.rollouts
+        if rollouts.data_share > 0 and any(s.kind == "completion" and not s.completion for s in self.data.sources):
             raise ValueError(
                 "data.sources: a source has a prompt and no completion, and a share of the text is the data set's: name the "
-                "column with completions, or let all answers be written (policy.on_policy: 1)"
+                "column with completions, or let all answers be written (rollouts.on_policy_fraction: 1)"
             )
-        if self.loss.by_draws and policy.on_policy < 1:
+        if self.loss.policy_gradient and rollouts.on_policy_fraction < 1:
             raise ValueError(
-                "loss.divergence: sampled_reverse_kl learns from tokens that the student drew itself: set policy.on_policy to 1"
+                "loss.divergence: policy_gradient_kl learns from tokens that the student drew itself: set "
+                "rollouts.on_policy_fraction to 1"
             )
-        if self.loss.by_draws and policy.sampling.temperature == 0:
+        if self.loss.policy_gradient and rollouts.sampling.temperature == 0:
             raise ValueError(
-                "loss.divergence: sampled_reverse_kl learns from tokens that were drawn, and policy.sampling.temperature 0 "
+                "loss.divergence: policy_gradient_kl learns from tokens that were drawn, and rollouts.sampling.temperature 0 "
                 "draws none: set it above 0"
             )
-        if policy.on_policy == 1 and self.loss.kd_weight == 0:
+        if rollouts.on_policy_fraction == 1 and self.loss.kd_weight == 0:
             raise ValueError(
-                "loss.kd_weight is 0 and all text is the student's own, which it has no cross-entropy to: nothing to learn from"
+                "loss.kd_weight is 0 and all text is the student's own, which it has no cross-entropy to: nothing to "
+                "learn from"
             )
-        if not policy.writes:
+        if not rollouts.writes:
             return
-        policy.check_rows(self.train.batch_size)
+        rollouts.check_rows(self.train.batch_size)
         if not self.teachers:
-            raise ValueError("policy: text is written, and there is no teacher to learn from")
+            raise ValueError("rollouts: text is written, and there is no teacher to learn from")
         for index, teacher in enumerate(self.teachers):
             if teacher.cache is not None and teacher.model is None and teacher.server is None:
                 raise ValueError(
-                    f"teachers[{index}]: a cache alone cannot know fresh text: put model or server beside it (it is then read, "
-                    "and written to), or set policy.on_policy and policy.teacher_writes to 0"
+                    f"teachers[{index}]: a cache alone cannot know fresh text: put model or server beside it (it is "
+                    "then read, "
+                    "and written to), or set rollouts.on_policy_fraction and rollouts.teacher_fraction to 0"
                 )
-        if policy.teacher_writes and self.teachers[0].prompt is not None:
+        if rollouts.teacher_fraction and self.teachers[0].context_column is not None:
             raise ValueError(
-                "policy.teacher_writes: the first teacher has a prompt of its own, which what it writes would not be an answer "
-                "to: leave teachers[0].prompt out"
+                "rollouts.teacher_fraction: the first teacher has a prompt of its own, which what it writes would not "
+                "be an answer "
+                "to: leave teachers[0].context_column out"
             )
-        if policy.sampling.max_new_tokens >= self.data.max_length:
+        if rollouts.sampling.max_new_tokens >= self.data.max_length:
             raise ValueError(
-                f"policy.sampling.max_new_tokens {policy.sampling.max_new_tokens} leaves no room for a prompt in "
+                f"rollouts.sampling.max_new_tokens {rollouts.sampling.max_new_tokens} leaves no room for a prompt in "
                 f"data.max_length {self.data.max_length}"
             )
 

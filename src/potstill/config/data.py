@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from potstill.sections import Positive, Section, Share
+from potstill.config.sections import Positive, Section, Share
 
 
 class SourceConfig(Section):
@@ -25,7 +25,7 @@ class SourceConfig(Section):
     prompt: str | None = Field(
         None,
         description="column with a prompt, not supervised; goes with `completion`, or alone where all answers are written "
-        "(`policy`)",
+        "(`rollouts`)",
     )
     completion: str | None = Field(None, description="column with the completion, supervised")
     messages: str | None = Field(None, description="column with a chat; every assistant turn is supervised")
@@ -37,7 +37,7 @@ class SourceConfig(Section):
         None,
         description="share of examples in a mixture (relative); for every source or for none, and with `train.steps` only",
     )
-    share: Share = Field(1.0, description="keep this share of the examples, chosen by a hash of their content")
+    fraction: Share = Field(1.0, description="keep this share of the examples, chosen by a hash of their content")
 
     @model_validator(mode="after")
     def _columns(self) -> SourceConfig:
@@ -63,11 +63,13 @@ class DataConfig(Section):
     sources: Annotated[list[SourceConfig], Field(min_length=1)] = Field(description="where the records come from")
     max_length: Positive = Field(
         1024,
-        description="longest sequence in the student's tokens; longer ones are cut and counted; in evaluation, read in windows",
+        description="longest sequence in the student's tokens; longer ones are cut and counted; in evaluation, read in "
+        "windows",
     )
     piece_bytes: Positive | None = Field(
         None,
-        description="cut plain texts into pieces of at most this many bytes, before any tokenizer; default: as a cache's texts "
+        description="cut plain texts into pieces of at most this many bytes, before any tokenizer; default: as a "
+        "cache's texts "
         "were cut, else measured so that nearly all fit max_length (saved with the run); in evaluation 4096",
     )
     packing: bool = Field(
@@ -76,7 +78,8 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="shuffle, from train.seed")
     shuffle_buffer: Positive = Field(
         20_000,
-        description="examples shuffled together; sources without weights are read one after another, so that those larger than "
+        description="examples shuffled together; sources without weights are read one after another, so that those "
+        "larger than "
         "this hardly mix",
     )
     append_eos: bool = Field(True, description="end documents and completions with the tokenizer's eos")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from potstill.sections import Positive, Section, ServerAddress
+from potstill.config.sections import Positive, Section, ServerAddress
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -32,7 +32,8 @@ class StudentConfig(Section):
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = Field(
         None,
-        description="probability of all its dropouts while it trains; default: 0 where it writes text (policy.on_policy), for "
+        description="probability of all its dropouts while it trains; default: 0 where it writes text "
+        "(rollouts.on_policy_fraction), for "
         "it writes without, otherwise the model's own",
     )
     trust_remote_code: bool = Field(False, description="run model code from the hub")
@@ -56,48 +57,50 @@ class StudentConfig(Section):
 class StoreConfig(Section):
     """What a cache keeps of a teacher; docs/cache.md says what each kind costs and gives."""
 
-    kind: Literal["top_k", "sampled", "hidden", "chosen"] = Field(
+    kind: Literal["top_k", "sampled", "hidden", "token_logprobs"] = Field(
         "top_k",
         description="top_k: the k likeliest tokens and the mass of the rest; sampled: draws; hidden: hidden states, exact; "
-        "chosen: only how likely the text's own tokens were",
+        "token_logprobs: only how likely the text's own tokens were",
     )
     k: Positive = Field(64, description="top_k: how many tokens")
     temperatures: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = Field(
         [1.0], description="top_k: temperatures at which a student may learn from it (2 bytes a token each)"
     )
-    rest: Annotated[int, Field(ge=0, le=4096)] = Field(
+    tail_samples: Annotated[int, Field(ge=0, le=4096)] = Field(
         0,
         description="top_k: draws from the rest, from which forward KL learns what is in it; more of them where it is heavy",
     )
-    draws: Annotated[int, Field(gt=0, le=4096)] = Field(50, description="sampled: how many draws a token")
+    num_samples: Annotated[int, Field(gt=0, le=4096)] = Field(50, description="sampled: how many draws a token")
     seed: int = Field(0, description="seed of the draws")
 
 
-class AcrossConfig(Section):
+class CrossTokenizerConfig(Section):
     """How to learn from a teacher with another tokenizer; unused when it is the student's. docs/two-tokenizers.md."""
 
-    method: Literal["spelled", "shared", "projection", "chunk", "uld"] = Field(
-        "spelled",
+    method: Literal["prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld"] = Field(
+        "prefix_marginal",
         description="what is compared: the teacher's next token spelled in the student's; or, where both tokenizers have cut "
         "the same bytes, ids that mean the same; the student's ids sent to the teacher's; how likely the bytes are; sorted "
         "probabilities",
     )
     decay: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0,
-        description="projection: an id without a partner goes to the teacher's pieces of it, each with this share of the last",
+        description="projection: an id without a partner goes to the teacher's pieces of it, each with this share of "
+        "the last",
     )
     chunk_temperature: Annotated[float, Field(gt=0)] = Field(
-        4.0, description="chunk: likelihoods are raised to one over this"
+        4.0, description="span_likelihood: likelihoods are raised to one over this"
     )
 
 
 class RemoteConfig(Section):
     """How a teacher behind a server is asked; docs/remote.md."""
 
-    kind: Literal["top_k", "hidden", "chosen", "student_top_k"] = Field(
+    kind: Literal["top_k", "hidden", "token_logprobs", "student_top_k"] = Field(
         "top_k",
         description="what it is asked for (without `cache`): its k likeliest tokens and the mass of the rest; hidden states "
-        "(`potstill serve` only), exact; how likely the text's own tokens are; or how likely those are that the student likes "
+        "(`potstill serve` only), exact; how likely the text's own tokens are; or how likely those are that the "
+        "student likes "
         "best (`potstill serve` only), for reverse KL",
     )
     k: Positive = Field(64, description="top_k, student_top_k: how many tokens")
@@ -106,15 +109,15 @@ class RemoteConfig(Section):
         120.0,
         description="seconds after which a request is given up and sent again; one more for each 128 KB that it moves",
     )
-    patience: Annotated[float, Field(ge=0)] = Field(
+    retry_timeout: Annotated[float, Field(ge=0)] = Field(
         600.0, description="seconds to wait for a server that is away or fails (5xx) before the run stops"
     )
     start_patience: Annotated[float, Field(ge=0)] = Field(
         10.0,
         description="seconds to wait for a server that cannot be reached at the start; one that has answered once is "
-        "waited for by `patience`",
+        "waited for by `retry_timeout`",
     )
-    token: str | None = Field(None, description="name of the environment variable with the bearer token")
+    api_key_env: str | None = Field(None, description="name of the environment variable with the bearer token")
 
 
 class TeacherConfig(Section):
@@ -125,15 +128,19 @@ class TeacherConfig(Section):
     )
     cache: str | None = Field(
         None,
-        description="folder that `potstill cache build` made: the teacher is never loaded; beside `model` or `server`: what it "
+        description="folder that `potstill cache build` made: the teacher is never loaded; beside `model` or `server`: "
+        "what it "
         "lacks is computed and added",
     )
     server: ServerAddress | None = Field(
         None,
-        description="address of `potstill serve`, or of an OpenAI-compatible server that gives prompt log-probabilities (vLLM)",
+        description="address of `potstill serve`, or of an OpenAI-compatible server that gives prompt "
+        "log-probabilities (vLLM)",
     )
     remote: RemoteConfig = RemoteConfig()
-    name_on_server: str | None = Field(None, description="with `server`: the model's name there; default: its only one")
+    served_model_name: str | None = Field(
+        None, description="with `server`: the model's name there; default: its only one"
+    )
     tokenizer: str | None = Field(
         None,
         description="with `server`: the teacher's tokenizer, where the server does not hand it out; default: the name there",
@@ -142,14 +149,15 @@ class TeacherConfig(Section):
         "error", description="with `cache` alone: what to do with a document that is not in it; skip counts and reports"
     )
     store: StoreConfig = StoreConfig()
-    across: AcrossConfig = AcrossConfig()
-    only: dict[str, str | list[str]] = Field(
+    cross_tokenizer: CrossTokenizerConfig = CrossTokenizerConfig()
+    filter: dict[str, str | list[str]] = Field(
         {},
         description="which records it teaches, by their columns, as in {domain: math} or {language: [de, fr]}; default: all",
     )
-    prompt: str | None = Field(
+    context_column: str | None = Field(
         None,
-        description="column with what it reads in place of the student's prompt: before a plain text, or as the system message "
+        description="column with what it reads in place of the student's prompt: before a plain text, or as the system "
+        "message "
         "of a chat (a hint that the student does not get; without `cache`)",
     )
     revision: str | None = Field(None, description="hub revision")
@@ -173,10 +181,10 @@ class TeacherConfig(Section):
             raise ValueError(
                 "on_missing: skip goes with a cache alone; with model or server beside it, what is missing is computed"
             )
-        if self.prompt is not None and self.cache is not None:
-            raise ValueError("prompt goes without cache: a cache holds what the teacher says without it")
-        if self.server is None and (self.tokenizer or self.name_on_server or self.remote != RemoteConfig()):
-            raise ValueError("tokenizer, name_on_server and remote go with server")
+        if self.context_column is not None and self.cache is not None:
+            raise ValueError("context_column goes without cache: a cache holds what the teacher says without it")
+        if self.server is None and (self.tokenizer or self.served_model_name or self.remote != RemoteConfig()):
+            raise ValueError("tokenizer, served_model_name and remote go with server")
         if self.server is not None:
             self._served()
         return self
@@ -196,7 +204,7 @@ class TeacherConfig(Section):
     @property
     def columns(self) -> list[str]:
         """Of a record, that it needs."""
-        return [*self.only, *([self.prompt] if self.prompt is not None else [])]
+        return [*self.filter, *([self.context_column] if self.context_column is not None else [])]
 
     @property
     def name(self) -> str:

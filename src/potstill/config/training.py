@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from potstill.config.data import DataConfig
-from potstill.sections import Positive, Schedule, Scheduled, Section, Share, fixed_value
+from potstill.config.sections import Positive, Schedule, Scheduled, Section, Share, fixed_value
 
 
 class LossConfig(Section):
@@ -15,17 +15,19 @@ class LossConfig(Section):
     tokens and divided once per optimizer step by their number."""
 
     divergence: Literal[
-        "forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd", "sampled_reverse_kl"
+        "forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd", "policy_gradient_kl"
     ] = Field(
         "forward_kl",
-        description="how far the student is from the teacher; docs/losses.md has the formulas. sampled_reverse_kl: reverse KL "
-        "by the tokens that the student drew (policy.on_policy: 1), for teachers that tell only how likely those are",
+        description="how far the student is from the teacher; docs/losses.md has the formulas. policy_gradient_kl: "
+        "reverse KL "
+        "by the tokens that the student drew (rollouts.on_policy_fraction: 1), for teachers that tell only how likely "
+        "those are",
     )
     discount: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="sampled_reverse_kl: how much a token answers for the tokens after it; 0: for itself alone"
+        0.0, description="policy_gradient_kl: how much a token answers for the tokens after it; 0: for itself alone"
     )
     ratio_clip: Annotated[float, Field(ge=1)] = Field(
-        2.0, description="sampled_reverse_kl: largest ratio of a token's probability now and when it was drawn"
+        2.0, description="policy_gradient_kl: largest ratio of a token's probability now and when it was drawn"
     )
     beta: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="jsd: 0 is forward KL, 1 is reverse KL")
     alpha: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="skew of skew_kl and skew_reverse_kl")
@@ -36,14 +38,15 @@ class LossConfig(Section):
     temperature: Scheduled = Field(
         1.0, description="softmax temperature T of both sides; the divergence is multiplied by T² (tvd: by T)"
     )
-    several: Literal["sum", "average", "best"] = Field(
+    combine_teachers: Literal["sum", "average", "best"] = Field(
         "sum",
         description="with several teachers: the weighted sum of their divergences; one divergence, from the weighted mean of "
         "their distributions (live, one tokenizer); or for each document the one to which it is likeliest",
     )
-    confidence: Literal["ce", "entropy", "max_probability"] | None = Field(
+    teacher_weighting: Literal["ce", "entropy", "max_probability"] | None = Field(
         None,
-        description="several: sum: weigh the teachers anew for each document, by how likely it is to them, by how sure they "
+        description="combine_teachers: sum: weigh the teachers anew for each document, by how likely it is to them, by "
+        "how sure they "
         "are, or by the probability of their first choices",
     )
     dynamic_scaling: bool = Field(
@@ -57,22 +60,24 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _ranges(self) -> LossConfig:
-        if self.by_draws and fixed_value(self.temperature) != 1:
+        if self.policy_gradient and fixed_value(self.temperature) != 1:
             raise ValueError(
-                "divergence: sampled_reverse_kl compares how likely the drawn tokens are, which is at temperature 1: leave "
+                "divergence: policy_gradient_kl compares how likely the drawn tokens are, which is at temperature 1: leave "
                 "temperature out, or choose another divergence"
             )
-        if self.by_draws and self.entropy_gate is not None:
+        if self.policy_gradient and self.entropy_gate is not None:
             raise ValueError(
-                "entropy_gate needs the teacher's distribution, of which divergence: sampled_reverse_kl sees the drawn tokens "
+                "entropy_gate needs the teacher's distribution, of which divergence: policy_gradient_kl sees the drawn "
+                "tokens "
                 "only: leave entropy_gate out, or choose reverse_kl"
             )
-        if self.by_draws and self.dynamic_scaling:
+        if self.policy_gradient and self.dynamic_scaling:
             raise ValueError(
-                "dynamic_scaling divides by the divergence, and the value of sampled_reverse_kl may be 0 or below: leave it out"
+                "dynamic_scaling divides by the divergence, and the value of policy_gradient_kl may be 0 or below: "
+                "leave it out"
             )
-        if self.confidence is not None and self.several != "sum":
-            raise ValueError(f"confidence goes with several: sum, not with {self.several}")
+        if self.teacher_weighting is not None and self.combine_teachers != "sum":
+            raise ValueError(f"teacher_weighting goes with combine_teachers: sum, not with {self.combine_teachers}")
         for key in ("temperature", "kd_weight", "ce_weight"):
             number = getattr(self, key)
             if number is None:
@@ -85,9 +90,9 @@ class LossConfig(Section):
         return self
 
     @property
-    def by_draws(self) -> bool:
+    def policy_gradient(self) -> bool:
         """Whether it learns from the tokens that the student drew, and asks a teacher only how likely those are."""
-        return self.divergence == "sampled_reverse_kl"
+        return self.divergence == "policy_gradient_kl"
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -109,9 +114,18 @@ class LrScheduleConfig(Section):
     """The learning rate over the run, as a share of its peak."""
 
     shape: Literal["cosine", "linear", "constant", "wsd"] = Field("cosine", description="after the warm-up")
-    warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up")
-    floor: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="last learning rate as a share of the peak")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up; this or warmup_ratio")
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="warm-up as a share of all steps")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="last learning rate as a share of the peak"
+    )
     decay: Share = Field(0.2, description="wsd: share of the steps, at the end, that decays")
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> LrScheduleConfig:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("give warmup_steps or warmup_ratio, not both")
+        return self
 
 
 class TrainConfig(Section):
@@ -125,7 +139,9 @@ class TrainConfig(Section):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
-    clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="largest gradient norm; null: no clipping")
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+        1.0, description="largest gradient norm; null: no clipping"
+    )
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast over weights kept in student.dtype")
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, a third more time")
     compile: bool = Field(False, description="torch.compile the student's layers")
@@ -154,9 +170,9 @@ class CheckpointConfig(Section):
         15, description="minutes after a checkpoint before there is another: what a crash can cost; null: by steps only"
     )
     keep: Positive = Field(2, description="how many of the newest to keep (the best is kept besides)")
-    resume: Literal["auto", "never", "anyway"] = Field(
+    resume: Literal["auto", "never", "force"] = Field(
         "auto",
-        description="auto: go on where the run folder stops; never: refuse a used folder; anyway: with other settings too",
+        description="auto: go on where the run folder stops; never: refuse a used folder; force: with other settings too",
     )
     push_to_hub: str | None = Field(None, description="hub repository the final model is pushed to")
 
@@ -170,10 +186,10 @@ class EvalConfig(Section):
     batch_size: Positive = Field(8, description="rows per forward pass")
     prompts: list[str] = Field([], description="beginnings the student completes, shown in the report")
     max_new_tokens: Positive = Field(64, description="length of those completions")
-    own_texts: Annotated[int, Field(ge=0)] = Field(
+    on_policy_samples: Annotated[int, Field(ge=0)] = Field(
         0,
-        description="answers that the student writes to the beginnings of held-out texts (by policy.prompt_tokens and "
-        "policy.sampling.max_new_tokens), on which the reverse KL to a live teacher is measured; 0: none",
+        description="answers that the student writes to the beginnings of held-out texts (by rollouts.prompt_tokens and "
+        "rollouts.sampling.max_new_tokens), on which the reverse KL to a live teacher is measured; 0: none",
     )
 
 

@@ -3,7 +3,7 @@
 from potstill.data.encoding import Encoded, Encoder, untrimmed
 from potstill.data.examples import Piece, ids_key, json_key, piece_maker
 from potstill.data.layout import collate, pack, without
-from potstill.data.pipeline import COUNTS, Window, Windows, count_windows
+from potstill.data.pipeline import COUNTS, StepBatch, StepBatches, count_windows
 from potstill.data.prefetch import Prefetched, StoppedWaiting
 from potstill.data.sample import check_lengths, lost_in, with_pieces
 from potstill.data.sources import Source, generator
@@ -17,9 +17,9 @@ __all__ = [
     "Prefetched",
     "Source",
     "State",
+    "StepBatch",
+    "StepBatches",
     "StoppedWaiting",
-    "Window",
-    "Windows",
     "check_lengths",
     "collate",
     "count_windows",

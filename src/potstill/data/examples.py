@@ -120,7 +120,7 @@ def _text_pieces(record: Mapping[str, Any], where: str, source: SourceConfig, mo
     first = True
     for number, part in enumerate(texts, 1):
         key = text_key(part)
-        if uniform(key) < source.share:
+        if uniform(key) < source.fraction:
             yield Piece(key, part, first=first, last=number == len(texts), source=where)
             first = False
 
@@ -130,7 +130,7 @@ def _completion_pieces(record: Mapping[str, Any], where: str, source: SourceConf
     prompt = _text(record, source.prompt, where)
     completion = _text(record, source.completion, where) if source.completion else ""
     key = json_key({"prompt": prompt, "completion": completion})
-    if uniform(key) < source.share:
+    if uniform(key) < source.fraction:
         text = prompt + completion
         yield Piece(key, text, dropped=not text, spans=((len(prompt), len(text)),), source=where)
 
@@ -145,7 +145,7 @@ def _chat_pieces(
         key = json_key({"messages": messages, "tools": tools})
     except UnicodeEncodeError as error:
         raise PotstillError(f"{where}, column {source.messages} {_NOT_UNICODE}") from error
-    if uniform(key) >= source.share:
+    if uniform(key) >= source.fraction:
         return
     texts = renderer.render(messages, tools, where)
     if not texts:

@@ -1,6 +1,6 @@
 """From `data:` to the batches of each optimizer step, and back to any of them.
 
-    sources ─► pieces ─► mixture ─► shuffled blocks ─► Examples ─► groups of windows ─► Window
+    sources ─► pieces ─► mixture ─► shuffled blocks ─► Examples ─► groups of windows ─► StepBatch
 
 A group is as many examples as fill several windows. Within it examples are packed, or sorted by length; its windows
 then come in random order. A state says where the group begins in the stream, and how many of its windows are done.
@@ -43,11 +43,11 @@ COUNTS = (
 
 
 @dataclass(frozen=True)
-class Window:
+class StepBatch:
     """The rows of one optimizer step, as micro-batches."""
 
     batches: tuple[Batch, ...]
-    state: State  # JSON-able; Windows(…, state=state) goes on with the next window
+    state: State  # JSON-able; StepBatches(…, state=state) goes on with the next window
     counts: dict[str, int]  # since the beginning of the run; the names are COUNTS
     epoch: int  # from 0
     facts: Mapping[str, float] = field(default_factory=dict)  # about text that was written for it, for the log
@@ -72,7 +72,7 @@ class Group:
     after: State
 
 
-class Windows:
+class StepBatches:
     """An iterator of windows: `batch_size` rows each, packed rows of several documents or padded ones of one.
 
     `epochs=None` goes round without end; with epochs the last window may be smaller. `limit` ends after so many
@@ -114,10 +114,10 @@ class Windows:
         )
         self._windows = self._run()
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Iterator[StepBatch]:
         return self
 
-    def __next__(self) -> Window:
+    def __next__(self) -> StepBatch:
         return next(self._windows)
 
     def count(self, progress: Callable[[int], None] | None = None) -> int:
@@ -130,7 +130,7 @@ class Windows:
                 progress(total)
         return total
 
-    def _run(self) -> Iterator[Window]:
+    def _run(self) -> Iterator[StepBatch]:
         counts: Counter[str] = Counter(self._state["counts"])
         done = self._state["windows"]
         for group in self._groups():
@@ -149,7 +149,7 @@ class Windows:
                 state = group.after if number == len(group.windows) else {**group.before, "windows": number}
                 epoch = max(item.place.block.epoch for item in items)
                 state = {**state, "counts": totals, "fingerprints": self._fingerprints}
-                yield Window(batches, state, totals, epoch)
+                yield StepBatch(batches, state, totals, epoch)
             done = 0
 
     def _groups(self) -> Iterator[Group]:
@@ -253,7 +253,7 @@ def count_windows(
 ) -> int:
     """How many windows a run over `epochs` has. Reads everything and tokenizes every text once, so it can be slow:
     `progress` is called now and then with the number of windows so far."""
-    windows = Windows(
+    windows = StepBatches(
         data,
         tokenizer,
         batch_size=batch_size,

@@ -117,8 +117,8 @@ def sampled(data: DataConfig, tokenizer: Any, key: str, only: Sequence[int] | No
 def _of_source(
     data: DataConfig, config: SourceConfig, key: str, tokenizer: Any, wanted: int, characters: float
 ) -> Iterator[Piece]:
-    # Which pieces `share` keeps depends on their size, which may be what is asked for.
-    maker = piece_maker(data, config.model_copy(update={"share": 1.0}), key, tokenizer)
+    # Which pieces `fraction` keeps depends on their size, which may be what is asked for.
+    maker = piece_maker(data, config.model_copy(update={"fraction": 1.0}), key, tokenizer)
     records, read = [], 0
     for record, where, _ in islice(Source(config, key, seed=0, shuffle=False, further=data.columns).records(0), READ):
         records.append((record, where))

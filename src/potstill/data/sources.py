@@ -176,7 +176,7 @@ class Source:
                 raise PotstillError(self._missing(column, role, list(there), where))
 
     def _without_padding(self, record: Record) -> Record:
-        """Columns of one type give every message and every tool the keys of all others, with null as their value."""
+        """VocabShard of one type give every message and every tool the keys of all others, with null as their value."""
         nested = ("messages", "tools")
         return {c: _without_nulls(v) if self.columns.get(c) in nested else v for c, v in record.items()}
 

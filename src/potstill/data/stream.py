@@ -60,7 +60,7 @@ class Cursor:
             key = self.source.key
             if records:
                 raise PotstillError(
-                    f"{key}.share: {self.source.config.share} keeps none of the source's {records} records"
+                    f"{key}.fraction: {self.source.config.fraction} keeps none of the source's {records} records"
                 )
             name = self.source.config.dataset or self.source.config.files
             raise PotstillError(f"{key}: {name if isinstance(name, str) else ', '.join(name or ())} holds no records")
@@ -216,5 +216,5 @@ def _check_unchanged(sources: Sequence[Source], then: Sequence[str | None], now:
             raise PotstillError(
                 f"{source.key} is not what the run began with (then {before or 'a stream'}; now {after or 'a stream'}), "
                 "so the run's place in it means nothing; put the data back, choose another folder with run=, or go on "
-                "all the same with checkpoint.resume=anyway"
+                "all the same with checkpoint.resume=force"
             )

@@ -11,17 +11,17 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from potstill.cache.command import in_words_of_options
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
+from potstill.config.recipe import checked
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.evals.reference import Reference, behind_server, in_cache
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel, check_fit, load_student
 from potstill.parallel.mesh import pick_device
-from potstill.recipe import checked
-from potstill.teachers.command import in_words_of_options
 from potstill.teachers.live import LiveTeacher
+from potstill.teachers.open import open_live
 from potstill.teachers.remote import RemoteOrigin, open_server
-from potstill.teachers.several import open_live
 from potstill.types import PotstillError
 
 SUFFIXES = (".jsonl", ".json", ".gz", ".parquet", ".arrow", ".txt")
@@ -86,7 +86,7 @@ def _opened(
     if teacher.startswith(("http://", "https://")):
         if "dtype" in options:
             options = {key: value for key, value in options.items() if key != "dtype"}  # the server has its own
-        remote = {"remote": {"token": token_env}} if token_env else {}
+        remote = {"remote": {"api_key_env": token_env}} if token_env else {}
         return open_server(checked(TeacherConfig, {"server": teacher, **options, **remote}, "--teacher"), "--teacher")
     if token_env is not None:
         raise PotstillError(f"--token-env goes with a server, and {teacher} is none: leave it out")
@@ -116,7 +116,8 @@ def source_of(data: Sequence[str], **columns: Any) -> dict[str, Any]:
     sets = [d for d in data if not (d.startswith("shipped:") or d.endswith(SUFFIXES) or "*" in d or Path(d).is_file())]
     if sets and len(data) > 1:
         raise PotstillError(
-            f"--data: {sets[0]} is a data set and can only be given alone; files exist, have a * or end in {' '.join(SUFFIXES)}"
+            f"--data: {sets[0]} is a data set and can only be given alone; files exist, have a * or end in "
+            f"{' '.join(SUFFIXES)}"
         )
     where = {"dataset": sets[0]} if sets else {"files": list(data)}
     return {**where, **{key: value for key, value in columns.items() if value is not None}}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from potstill.config import DataConfig
-from potstill.data import Prefetched, Windows
+from potstill.data import Prefetched, StepBatches
 from potstill.losses import compare_rows
 from potstill.losses.compare import RowStats
 from potstill.models import LanguageModel, evaluating
@@ -117,7 +117,7 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Held-out text in order, once."""
     data = data.model_copy(update={"shuffle": False})
-    windows = Windows(
+    windows = StepBatches(
         data,
         student.tokenizer,
         batch_size=batch_size,

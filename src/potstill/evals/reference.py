@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from potstill.cache.reader import CacheReader
+from potstill.cache.reading import as_cached
+from potstill.cache.store import Cache
 from potstill.config import DataConfig, EvalConfig, LossConfig, TeacherConfig
-from potstill.data import Windows, without
+from potstill.data import StepBatches, without
 from potstill.evals.fidelity import evaluate
 from potstill.models import LanguageModel, difference
-from potstill.teachers.cached import CachedTeacher, check_cache
-from potstill.teachers.reading import as_cached
+from potstill.teachers.open import TeacherSet
 from potstill.teachers.remote import RemoteOrigin, open_remote
-from potstill.teachers.several import Faculty
-from potstill.teachers.shelf import Shelf
-from potstill.teachers.store import Cache
+from potstill.teachers.stored import CachedTeacher, check_cache
 from potstill.types import Batch, PotstillError, Teacher
 
 
@@ -55,19 +55,19 @@ def measured_against(
 
 
 def reference_of(
-    configs: Sequence[TeacherConfig], faculty: Faculty, student: LanguageModel, evaluation: EvalConfig | None
+    configs: Sequence[TeacherConfig], teacher_set: TeacherSet, student: LanguageModel, evaluation: EvalConfig | None
 ) -> tuple[Reference | None, list[str]]:
     """Of a run: its first model in the process with the student's tokenizer, else its first teacher. And notes."""
     if evaluation is None or not configs:
         return None, []
-    if faculty.live:
-        return Reference(faculty.live[0]), []
+    if teacher_set.live:
+        return Reference(teacher_set.live[0]), []
     config, data = configs[0], evaluation.data
     try:
         found = None
-        if isinstance(faculty.writer, RemoteOrigin):
-            if difference(student.tokenizer, faculty.writer.tokenizer) is None:
-                found = behind_server(config, faculty.writer, student, data, "teachers[0]", "eval.data")
+        if isinstance(teacher_set.writer, RemoteOrigin):
+            if difference(student.tokenizer, teacher_set.writer.tokenizer) is None:
+                found = behind_server(config, teacher_set.writer, student, data, "teachers[0]", "eval.data")
         elif config.cache is not None:
             size, limit = evaluation.batch_size, evaluation.examples
             found = in_cache(Path(config.cache), student, data, batch_size=size, limit=limit, where="teachers[0].cache")
@@ -112,8 +112,8 @@ def in_cache(
     cache = Cache(folder)
     data = as_cached(data, cache.manifest).model_copy(update={"shuffle": False})
     width, temperature = check_cache(cache, student, data, LossConfig(), where)
-    teacher = CachedTeacher(Shelf(cache, skip_missing=True), width, str(folder), temperature=temperature)
-    windows = Windows(
+    teacher = CachedTeacher(CacheReader(cache, skip_missing=True), width, str(folder), temperature=temperature)
+    windows = StepBatches(
         data,
         student.tokenizer,
         batch_size=batch_size,
@@ -126,7 +126,7 @@ def in_cache(
     batches: list[Batch] = []
     examples = lacking = 0
     for batch in (batch for window in windows for batch in window.batches):
-        lacks = teacher.lacks(batch)
+        lacks = teacher.missing(batch)
         examples, lacking = examples + len(batch.examples), lacking + len(lacks)
         if len(lacks) < len(batch.examples):
             batches.append(without(batch, lacks) if lacks else batch)

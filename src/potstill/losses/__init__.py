@@ -4,12 +4,11 @@ from potstill.losses.compare import RowStats, compare_rows, label_logprobs, row_
 from potstill.losses.divergences import DIVERGENCES
 from potstill.losses.fused import FusedLoss, fused_linear_kd
 from potstill.losses.kd import KDLoss
-from potstill.losses.score import Score, chosen_logprobs, sampled_reverse_kl
-from potstill.types import ChosenTarget, CrossTarget, DenseTarget, SampledTarget, TopKTarget
+from potstill.losses.policy_gradient import Score, chosen_logprobs, policy_gradient_kl
+from potstill.types import CrossTarget, DenseTarget, SampledTarget, TokenLogprobsTarget, TopKTarget
 
 __all__ = [
     "DIVERGENCES",
-    "ChosenTarget",
     "CrossTarget",
     "DenseTarget",
     "FusedLoss",
@@ -17,12 +16,13 @@ __all__ = [
     "RowStats",
     "SampledTarget",
     "Score",
+    "TokenLogprobsTarget",
     "TopKTarget",
     "chosen_logprobs",
     "compare_rows",
     "fused_linear_kd",
     "label_logprobs",
+    "policy_gradient_kl",
     "row_confidence",
-    "sampled_reverse_kl",
     "shared_mass",
 ]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from potstill.losses.divergences import DIVERGENCES
-from potstill.types import ChosenTarget, CrossTarget, DenseTarget, SampledTarget, Target, TopKTarget
+from potstill.types import CrossTarget, DenseTarget, SampledTarget, Target, TokenLogprobsTarget, TopKTarget
 
-CROSS_METHODS = ("shared", "projection", "chunk", "uld")  # those of losses/cross.py
+CROSS_METHODS = ("common_vocab", "projection", "span_likelihood", "uld")  # those of losses/cross_tokenizer.py
 
 
 def check_call(
@@ -69,10 +69,10 @@ def check_call(
             if target.tail.shape != (n,) or not target.tail.is_floating_point():
                 tail = f"{list(target.tail.shape)} of {target.tail.dtype}"
                 raise ValueError(f"target tail {tail} must be [{n}], one a row, and floating point")
-            if target.rest is not None and (
-                target.rest.dim() != 2 or target.rest.shape[0] != n or not target.rest.shape[1]
+            if target.tail_samples is not None and (
+                target.tail_samples.dim() != 2 or target.tail_samples.shape[0] != n or not target.tail_samples.shape[1]
             ):
-                raise ValueError(f"target rest {list(target.rest.shape)} must be [{n}, M], with M at least 1")
+                raise ValueError(f"target rest {list(target.tail_samples.shape)} must be [{n}, M], with M at least 1")
         elif isinstance(target, SampledTarget):
             _check_entries(target.ids, target.weights, n, "weights")
             if target.entropy is not None and target.entropy.shape != (n,):
@@ -81,10 +81,11 @@ def check_call(
                 raise ValueError(f"sampled targets are unbiased for forward_kl only, not for {divergence}")
         elif isinstance(target, CrossTarget):
             _check_cross(target, labels, temperature)
-        elif isinstance(target, ChosenTarget):
+        elif isinstance(target, TokenLogprobsTarget):
             raise ValueError(
-                "a ChosenTarget tells only how likely the text's own tokens are, and a divergence needs a distribution: "
-                "losses.sampled_reverse_kl learns from such targets"
+                "a TokenLogprobsTarget tells only how likely the text's own tokens are, and a divergence needs a "
+                "distribution: "
+                "losses.policy_gradient_kl learns from such targets"
             )
         else:
             raise ValueError(f"{type(target).__name__} is not a DenseTarget, TopKTarget, SampledTarget or CrossTarget")
@@ -153,11 +154,11 @@ def _check_cross(target: CrossTarget, labels: Tensor | None, temperature: float)
         raise ValueError(f"unknown method {target.method!r} for two tokenizers; there are {', '.join(CROSS_METHODS)}")
     if labels is None:
         raise ValueError("a target of another tokenizer needs labels: the chunks' own tokens")
-    if target.method == "chunk" and temperature != 1.0:
+    if target.method == "span_likelihood" and temperature != 1.0:
         raise ValueError(
             f"the method chunk compares likelihoods of text, which are at temperature 1, not {temperature}"
         )
-    if target.method != "chunk" and target.start is None:
+    if target.method != "span_likelihood" and target.start is None:
         raise ValueError(f"the method {target.method} needs what the teacher expects, not only how likely the text was")
     if isinstance(target.start, SampledTarget):
         raise ValueError("draws do not serve a teacher with another tokenizer: use top-k or dense targets")

@@ -10,7 +10,7 @@ from torch import Tensor
 from potstill.losses.dense import log_probs, target_logits
 from potstill.losses.divergences import LOG_FLOOR
 from potstill.losses.fused import CHUNK_BYTES
-from potstill.types import ChosenTarget, CrossTarget, DenseTarget, SampledTarget, Spelling, Target, TopKTarget
+from potstill.types import CrossTarget, DenseTarget, SampledTarget, Spelling, Target, TokenLogprobsTarget, TopKTarget
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
 
 def _against(teacher: Target, rows: slice, logits: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The teacher's entropy, KL(P‖Q) and whether both like the same token best."""
-    if isinstance(teacher, CrossTarget | ChosenTarget):
+    if isinstance(teacher, CrossTarget | TokenLogprobsTarget):
         return None, None, None  # its tokens are others, or it has no distribution
     logq = log_probs(logits[:, : teacher.width])
     best = logq.argmax(-1)
@@ -102,7 +102,7 @@ def row_confidence(target: Target, labels: Tensor, what: str) -> Confidence | No
     that of its first choice. None: it cannot be told."""
     if isinstance(target, CrossTarget):
         return _chunk_confidence(target, what)
-    if isinstance(target, SampledTarget) or (isinstance(target, ChosenTarget) and what != "ce"):
+    if isinstance(target, SampledTarget) or (isinstance(target, TokenLogprobsTarget) and what != "ce"):
         return None
     values = _confidence(target, labels, what)
     return values, torch.arange(len(labels), device=labels.device), torch.ones_like(values)
@@ -124,8 +124,8 @@ def _chunk_confidence(target: CrossTarget, what: str) -> Confidence | None:
     return values, chunks.first, torch.ones_like(values)
 
 
-def _confidence(target: DenseTarget | TopKTarget | ChosenTarget, labels: Tensor, what: str) -> Tensor:
-    if isinstance(target, ChosenTarget):
+def _confidence(target: DenseTarget | TopKTarget | TokenLogprobsTarget, labels: Tensor, what: str) -> Tensor:
+    if isinstance(target, TokenLogprobsTarget):
         return target.logprobs.clamp(min=LOG_FLOOR)
     if isinstance(target, TopKTarget):
         logp = torch.cat([target.logprobs, target.tail[:, None]], -1).clamp(min=LOG_FLOOR)

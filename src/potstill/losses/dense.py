@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from potstill.losses.divergences import LOG_FLOOR
-from potstill.losses.vocab_parallel import Columns
+from potstill.losses.vocab_parallel import VocabShard
 from potstill.types import DenseTarget, Spelling
 
 UNLIKELY = 20.0  # nats below the likeliest: an id of the student's that no token of the teacher's leads to
@@ -49,7 +49,7 @@ def target_logits(
     rows: slice,
     out: Tensor | None = None,
     temperature: float = 1.0,
-    columns: Columns | None = None,
+    columns: VocabShard | None = None,
 ) -> Tensor:
     """A dense teacher's logits at some rows. The mean of several is one at a temperature."""
     if target.mean:
@@ -65,8 +65,8 @@ def target_logits(
     return head_logits(target.hidden[rows], weight, target.bias, target.softcap, target.logit_scale, out)
 
 
-def _mean_log_probs(target: DenseTarget, rows: slice, temperature: float, columns: Columns | None) -> Tensor:
-    columns = columns or Columns(target.width, target.width)
+def _mean_log_probs(target: DenseTarget, rows: slice, temperature: float, columns: VocabShard | None) -> Tensor:
+    columns = columns or VocabShard(target.width, target.width)
     total: Tensor | None = None
     for share, part in target.mean:
         logp = target_logits(part, rows) / temperature  # a copy: ready logits are not ours
@@ -79,11 +79,11 @@ def _mean_log_probs(target: DenseTarget, rows: slice, temperature: float, column
 
 
 def spelled_logits(
-    spelling: Spelling, rows: slice, temperature: float, columns: Columns | None, out: Tensor | None
+    spelling: Spelling, rows: slice, temperature: float, columns: VocabShard | None, out: Tensor | None
 ) -> Tensor:
     """A teacher's logits as ones of the student's tokens: each teacher id's probability goes to the student's first token of
     what is left of it, among those that begin with what is already written. They are not normalised, as no logits are."""
-    columns = columns or Columns(spelling.students, spelling.students)
+    columns = columns or VocabShard(spelling.students, spelling.students)
     start, stop, _ = rows.indices(len(spelling.place_host))
     if out is None:
         width = min(max(spelling.students - columns.start, 0), columns.size)

@@ -25,57 +25,57 @@ TINY = 1e-37  # a mixture of two empty buckets is empty; its logarithm must be f
 
 
 @dataclass(frozen=True)
-class Knobs:
+class LossParams:
     beta: float = 0.5  # jsd
     alpha: float = 0.1  # skew_kl, skew_reverse_kl
 
 
 @dataclass(frozen=True)
 class Block:
-    logp: Tensor  # [n, B]; with `masses`, lacks −log of its side's mass
+    logp: Tensor  # [n, B]; with `normalizers`, lacks −log of its side's mass
     logq: Tensor  # as logp
-    p: Tensor  # with `masses`, to be divided by its mass
+    p: Tensor  # with `normalizers`, to be divided by its mass
     q: Tensor
     spare: Tensor  # scratch of the same shape
     total: Callable[..., tuple[Tensor, ...]]  # row sums [n] of one or more [n, B]
-    masses: tuple[Tensor, Tensor] | None = None  # [n] each, of P and of Q; None: everything is normalised
+    normalizers: tuple[Tensor, Tensor] | None = None  # [n] each, of P and of Q; None: everything is normalised
 
     def normalised(self) -> Block:
         """The block with true probabilities and log-probabilities, in the same buffers."""
-        if self.masses is None:
+        if self.normalizers is None:
             return self
-        mass_p, mass_q = self.masses
+        mass_p, mass_q = self.normalizers
         self.p.mul_(mass_p.reciprocal()[:, None])
         self.logp.sub_(mass_p.log()[:, None])
         self.logq.sub_(mass_q.log()[:, None])
-        return replace(self, masses=None)
+        return replace(self, normalizers=None)
 
-    def lacking(self) -> Tensor | float:
+    def log_norm_diff(self) -> Tensor | float:
         """What logp − logq lacks of the true difference, [n]."""
-        return 0.0 if self.masses is None else self.masses[1].log() - self.masses[0].log()
+        return 0.0 if self.normalizers is None else self.normalizers[1].log() - self.normalizers[0].log()
 
 
-Divergence = Callable[[Block, Knobs], tuple[Tensor, float]]
+Divergence = Callable[[Block, LossParams], tuple[Tensor, float]]
 
 
-def forward_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+def forward_kl(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
     (value,) = b.total(b.logp.sub_(b.logq).mul_(b.p))
-    if b.masses is None:
+    if b.normalizers is None:
         torch.sub(b.q, b.p, out=b.logq)
         return value, 1.0
-    share = b.masses[0].reciprocal()
+    share = b.normalizers[0].reciprocal()
     torch.addcmul(b.q, b.p, -share[:, None], out=b.logq)
-    return value * share + b.lacking(), 1.0
+    return value * share + b.log_norm_diff(), 1.0
 
 
-def reverse_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+def reverse_kl(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
     r = b.logq.sub_(b.logp)
     (mean,) = b.total(torch.mul(b.q, r, out=b.logp))
     r.sub_(mean[:, None]).mul_(b.q)
-    return mean - b.lacking(), 1.0
+    return mean - b.log_norm_diff(), 1.0
 
 
-def jsd(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+def jsd(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
     beta = knobs.beta
     if beta in (0.0, 1.0):
         return forward_kl(b, knobs) if beta == 0.0 else reverse_kl(b, knobs)
@@ -88,7 +88,7 @@ def jsd(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
     return beta * left + (1 - beta) * right, 1 - beta
 
 
-def skew_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+def skew_kl(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
     b = b.normalised()
     m = torch.lerp(b.q, b.p, knobs.alpha, out=b.spare).clamp_(min=TINY)
     r = torch.div(b.p, m, out=b.logq)  # ∂f/∂q is −(1 − α) times this
@@ -97,7 +97,7 @@ def skew_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
     return value, knobs.alpha - 1
 
 
-def skew_reverse_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+def skew_reverse_kl(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
     b = b.normalised()
     m = torch.lerp(b.p, b.q, knobs.alpha, out=b.spare).clamp_(min=TINY)
     share = torch.div(b.q, m, out=b.p)
@@ -109,7 +109,7 @@ def skew_reverse_kl(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
     return value, 1.0
 
 
-def tvd(b: Block, knobs: Knobs) -> tuple[Tensor, float]:
+def tvd(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
     b = b.normalised()
     difference = torch.sub(b.q, b.p, out=b.p)
     r = torch.sign(difference, out=b.logq)

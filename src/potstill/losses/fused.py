@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potstill.losses.checks import check_call
-from potstill.losses.cross import OpenedChunks
+from potstill.losses.cross_tokenizer import OpenedChunks
 from potstill.losses.dense import head_logits, target_logits
-from potstill.losses.divergences import Knobs
+from potstill.losses.divergences import LossParams
 from potstill.losses.rows import Call, Opened, Scratch, loss_of_rows
-from potstill.losses.vocab_parallel import Columns, shared_columns
+from potstill.losses.vocab_parallel import VocabShard, shared_columns
 from potstill.types import CrossTarget, DenseTarget, Target
 
 CHUNK_BYTES = 192 * 2**20  # of one [n, V] buffer; with few rows a product mostly moves the head about
@@ -97,7 +97,7 @@ def fused_linear_kd(
         labels=labels,
         row_weight=row_weight,
         divergence=divergence,
-        knobs=Knobs(beta=beta, alpha=alpha),
+        knobs=LossParams(beta=beta, alpha=alpha),
         temperature=temperature,
         kd_weight=kd_weight if targets else 0.0,
         ce_weight=ce_weight,
@@ -225,7 +225,7 @@ def _cut(rows: int, n: int, opened: Sequence[Opened]) -> Iterator[slice]:
 
 
 def _room_for(
-    target: Target | Opened, place: int, rows: int, compute: torch.dtype, columns: Columns, device: torch.device
+    target: Target | Opened, place: int, rows: int, compute: torch.dtype, columns: VocabShard, device: torch.device
 ) -> Tensor | None:
     """Room for a chunk of a dense teacher's logits; the divergence works in it, so ready logits are copied there too."""
     if not isinstance(target, DenseTarget):

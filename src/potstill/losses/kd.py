@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from potstill.losses.checks import check_settings
-from potstill.losses.divergences import Knobs, temperature_scale
+from potstill.losses.divergences import LossParams, temperature_scale
 from potstill.losses.fused import BLOCK_BYTES, CHUNK_BYTES
 from potstill.losses.rows import Call, Scratch, loss_of_rows
-from potstill.losses.vocab_parallel import Columns, shared_columns
+from potstill.losses.vocab_parallel import VocabShard, shared_columns
 from potstill.types import DenseTarget
 
 ROWS_OF_A_GROUP = 256  # at a time, where ranks share the vocabulary
@@ -103,7 +103,7 @@ class KDLoss(nn.Module):
             rows=rows,
             row_weight=row_weight,
             divergence=self.divergence,
-            knobs=Knobs(beta=self.beta, alpha=self.alpha),
+            knobs=LossParams(beta=self.beta, alpha=self.alpha),
             temperature=self.temperature,
             upcast=self.fp32_upcast,
             columns=columns,
@@ -119,10 +119,10 @@ class _Settings:
     rows: Tensor | None  # which of the N rows are supervised; None: all are gone through, some with weight 0
     row_weight: Tensor  # of each of them
     divergence: str
-    knobs: Knobs
+    knobs: LossParams
     temperature: float
     upcast: bool
-    columns: Columns
+    columns: VocabShard
     chunk_size: int
     compute: torch.dtype
     differentiate: bool
@@ -244,7 +244,7 @@ def _refuse_widths(teacher: int, student: int) -> NoReturn:
 
 def _on_this_rank(
     student: Tensor, teacher: Tensor, labels: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor, Columns]:
+) -> tuple[Tensor, Tensor, Tensor, VocabShard]:
     """All three as plain tensors over the same positions and ids, and which ids those are."""
     if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in (student, teacher, labels)):
         return _of_dtensors(student, teacher, labels, group)
@@ -253,13 +253,13 @@ def _on_this_rank(
 
 def _of_slices(
     student: Tensor, teacher: Tensor, labels: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor, Columns]:
+) -> tuple[Tensor, Tensor, Tensor, VocabShard]:
     """Plain tensors. With a group, a whole teacher is cut to this rank's ids; the host waits for every rank's widths."""
     _check_positions(student, teacher, labels)
     if group is None:
         if not student.shape[-1] == teacher.shape[-1] > 0:
             _refuse_widths(teacher.shape[-1], student.shape[-1])
-        return student, teacher, labels, Columns(student.shape[-1], student.shape[-1])
+        return student, teacher, labels, VocabShard(student.shape[-1], student.shape[-1])
     whole = ((1.0, DenseTarget(logits=teacher)),)
     columns, ((_, target),), same_ids = shared_columns(student.shape[-1], whole, group, student.device)
     assert isinstance(target, DenseTarget) and target.logits is not None
@@ -270,7 +270,7 @@ def _of_slices(
 
 def _of_dtensors(
     student: Tensor, teacher: Tensor, labels: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor, Columns]:
+) -> tuple[Tensor, Tensor, Tensor, VocabShard]:
     """Some are DTensors. A student sharded over the vocabulary stays so; a teacher that is placed otherwise is moved."""
     # Importing it takes a second, and plain tensors need none of it.
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -316,4 +316,4 @@ def _of_dtensors(
             teacher = teacher.narrow(-1, start, local.shape[-1])
     labels = beside(labels)
     _check_positions(local, teacher, labels)
-    return local, teacher, labels, Columns(local.shape[-1], widest, start, mesh.get_group(over))
+    return local, teacher, labels, VocabShard(local.shape[-1], widest, start, mesh.get_group(over))

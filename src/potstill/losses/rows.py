@@ -13,16 +13,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from potstill.losses.divergences import DIVERGENCES, LOG_FLOOR, Block, Knobs, forward_kl, temperature_scale
-from potstill.losses.vocab_parallel import Columns
-from potstill.types import ChosenTarget, CrossTarget, DenseTarget, SampledTarget, Target, TopKTarget
+from potstill.losses.divergences import DIVERGENCES, LOG_FLOOR, Block, LossParams, forward_kl, temperature_scale
+from potstill.losses.vocab_parallel import VocabShard
+from potstill.types import CrossTarget, DenseTarget, SampledTarget, Target, TokenLogprobsTarget, TopKTarget
 
 LOG2_E = math.log2(math.e)
-Ready = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]  # q, p, and the masses of P and Q, as a Block has them
+Ready = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]  # q, p, and the normalizers of P and Q, as a Block has them
 
 
 class Opened(Protocol):
-    """A target whose rows are not independent of each other, with what it finds out while they go by (losses/cross.py)."""
+    """A target whose rows are not independent of each other, with what it finds out while they go by
+    (losses/cross_tokenizer.py)."""
 
     def begin(self, logits: Tensor, chunk: slice, call: Call, block: int) -> None:
         """Before the blocks of a chunk of rows: look at all of the chunk's logits."""
@@ -49,14 +50,14 @@ class Call:
     labels: Tensor | None
     row_weight: Tensor
     divergence: str
-    knobs: Knobs
+    knobs: LossParams
     temperature: float
     kd_weight: float
     ce_weight: float | Tensor
     softcap: float | None
     logit_scale: float
     entropy_gate: float | None
-    columns: Columns
+    columns: VocabShard
     same_ids: bool  # every dense target is over all of the student's ids, on every rank
     differentiate: bool
 
@@ -145,20 +146,22 @@ def _exp(x: Tensor, out: Tensor) -> Tensor:
     return torch.mul(x, LOG2_E, out=out).exp2_()
 
 
-def softmax(columns: Columns, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def softmax(columns: VocabShard, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """In place of each pair's first: log softmax, floored, but for −log of the mass that is given back [b]; into its second:
     softmax, of the first pair divided by its mass, of the others not yet. What they need of other ranks travels together.
     The maximum is taken off before the logarithm, not with it: their sum would round large logits."""
     largest = columns.largest(*(_largest(z) for z, _ in pairs))
-    masses = columns.total(*(_exp(z.sub_(m[:, None]), out).sum(-1) for (z, out), m in zip(pairs, largest, strict=True)))
-    masses = tuple(map(_mass, masses))
-    for (z, _), mass in zip(pairs, masses, strict=True):
+    normalizers = columns.total(
+        *(_exp(z.sub_(m[:, None]), out).sum(-1) for (z, out), m in zip(pairs, largest, strict=True))
+    )
+    normalizers = tuple(map(_mass, normalizers))
+    for (z, _), mass in zip(pairs, normalizers, strict=True):
         z.clamp_(min=(mass.log() + LOG_FLOOR)[:, None])
-    pairs[0][1].mul_(masses[0].reciprocal()[:, None])
-    return masses
+    pairs[0][1].mul_(normalizers[0].reciprocal()[:, None])
+    return normalizers
 
 
-def _cross_entropy(z: Tensor, labels: Tensor, columns: Columns, out: Tensor) -> tuple[Tensor, Tensor]:
+def _cross_entropy(z: Tensor, labels: Tensor, columns: VocabShard, out: Tensor) -> tuple[Tensor, Tensor]:
     """−log softmax(z)[label], floored as log-probabilities are, and the softmax in `out`."""
     (largest,) = columns.largest(_largest(z))
     _exp(torch.sub(z, largest[:, None], out=out), out)
@@ -194,7 +197,7 @@ def _divergence(
     elif isinstance(target, SampledTarget):
         value, factor = _sampled(z, target, rows, call, scratch)
     else:
-        assert not isinstance(target, CrossTarget | ChosenTarget), "one was opened before, the other refused"
+        assert not isinstance(target, CrossTarget | TokenLogprobsTarget), "one was opened before, the other refused"
         value, factor = target.loss(z, rows, call, scratch)
     return value * scale, factor * scale / t
 
@@ -207,12 +210,12 @@ def _dense(z: Tensor, teacher: Tensor, call: Call, scratch: Scratch, ready: Read
         q, p = scratch("q", b, width), scratch("p", b, width)
         mass_q, mass_p = softmax(columns, (logq, q), (teacher, p))
         ready = q, p, (mass_p, mass_q)
-    q, p, masses = ready
+    q, p, normalizers = ready
 
     def total(*matrices: Tensor) -> tuple[Tensor, ...]:
         return columns.total(*(matrix.sum(-1) for matrix in matrices))
 
-    block = Block(teacher, logq, p, q, scratch("spare", b, width), total, masses)
+    block = Block(teacher, logq, p, q, scratch("spare", b, width), total, normalizers)
     value, factor = gated(block, p.new_ones(()).expand_as(p), call)
     if logq is not z:  # the ids beyond the shared ones have no part in the divergence
         z[:, :width] = logq
@@ -284,8 +287,8 @@ def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tens
         from_rest = from_rest + share
     z.mul_((from_rest / _mass(rest_mass))[:, None])
     if drawn is not None:
-        assert target.rest is not None
-        places, held = columns.local(target.rest[rows])
+        assert target.tail_samples is not None
+        places, held = columns.local(target.tail_samples[rows])
         each = (-share / places.shape[1])[:, None].expand_as(places)
         z.scatter_add_(-1, places, each if held is None else each * held)
     kept_grad = grad[:, :-1] if inside is None else grad[:, :-1].masked_fill(~inside, 0.0)
@@ -297,11 +300,11 @@ def _top_k(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> tuple[Tens
 def _drawn(z: Tensor, target: TopKTarget, rows: slice, call: Call) -> Tensor | None:
     """The mean of the student's logits [b] at draws from the teacher's rest, and the teacher's entropy in it; None when there
     are no draws or they do not serve: they are unbiased for forward KL alone."""
-    if target.rest is None or call.divergence != "forward_kl" or call.entropy_gate is not None:
+    if target.tail_samples is None or call.divergence != "forward_kl" or call.entropy_gate is not None:
         return None
-    (total,) = call.columns.total(call.columns.gather(z, target.rest[rows], 0.0).sum(-1))
-    mean = total / target.rest.shape[1]
-    return mean if target.rest_entropy is None else mean + target.rest_entropy[rows].to(z.dtype)
+    (total,) = call.columns.total(call.columns.gather(z, target.tail_samples[rows], 0.0).sum(-1))
+    mean = total / target.tail_samples.shape[1]
+    return mean if target.tail_entropy is None else mean + target.tail_entropy[rows].to(z.dtype)
 
 
 def _sampled(z: Tensor, target: SampledTarget, rows: slice, call: Call, scratch: Scratch) -> tuple[Tensor, float]:

@@ -19,7 +19,7 @@ from potstill.types import DenseTarget, Target
 
 
 @dataclass(frozen=True)
-class Columns:
+class VocabShard:
     """One rank's slice of the vocabulary; without a group, all of it."""
 
     size: int
@@ -77,7 +77,7 @@ class Columns:
 
 def shared_columns(
     size: int, targets: Sequence[tuple[float | Tensor, Target]], group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[Columns, tuple[tuple[float | Tensor, Target], ...], bool]:
+) -> tuple[VocabShard, tuple[tuple[float | Tensor, Target], ...], bool]:
     """This rank's columns, the targets cut to them, and whether every dense target is over all of the student's ids.
 
     A dense target that is whole on every rank (wider than any slice of the head) is narrowed to this rank's columns. The host
@@ -86,14 +86,14 @@ def shared_columns(
     """
     widths = [target.width for _, target in targets if isinstance(target, DenseTarget)]
     if group is None:
-        return Columns(size, size), tuple(targets), all(width == size for width in widths)
+        return VocabShard(size, size), tuple(targets), all(width == size for width in widths)
     rank = dist.get_rank(group)
     everyone = torch.zeros(1 + len(widths), dist.get_world_size(group), dtype=torch.int64, device=device)
     everyone[:, rank] = torch.tensor([size, *widths])
     dist.all_reduce(everyone, group=group)
     sizes, *widths_of = everyone.tolist()
     starts = [0, *accumulate(sizes)]
-    columns = Columns(size, max(sizes), starts[rank], group)
+    columns = VocabShard(size, max(sizes), starts[rank], group)
     cut, same_ids = [], True
     for share, target in targets:
         if isinstance(target, DenseTarget):

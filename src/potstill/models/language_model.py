@@ -108,7 +108,8 @@ class LanguageModel:
             largest = int(example.ids.max())
             if largest >= self.vocabulary:
                 raise PotstillError(
-                    f"{example.source or 'a text'} holds {self.tokenizer.convert_ids_to_tokens(largest)!r} (id {largest}), for "
+                    f"{example.source or 'a text'} holds {self.tokenizer.convert_ids_to_tokens(largest)!r} (id "
+                    f"{largest}), for "
                     f"which {self.model.config.model_type} model {self.model.config._name_or_path} has no embedding: take it "
                     "out of the text"
                 )

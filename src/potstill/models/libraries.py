@@ -35,7 +35,8 @@ def refuse_damaged(name: str, where: str, weights: bool = True) -> None:
     """A checkpoint that is not what was written any more would load, and give wrong numbers."""
     if what := model_damage(Path(locate(name)), weights):
         raise PotstillError(
-            f"{where}: the checkpoint of {name} is damaged ({what}): use another, or go on with that run, which goes back to a "
+            f"{where}: the checkpoint of {name} is damaged ({what}): use another, or go on with that run, which goes "
+            "back to a "
             "whole one"
         )
 

@@ -137,7 +137,8 @@ def ids_without_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast,
     named = sorted(beyond, key=lambda token: beyond[token])
     more = f" and {len(named) - 1} more" if len(named) > 1 else ""
     return [
-        f"{who} has no embedding for {named[0]!r} (id {beyond[named[0]]}){more} of its tokenizer: text that holds such a token "
+        f"{who} has no embedding for {named[0]!r} (id {beyond[named[0]]}){more} of its tokenizer: text that holds such "
+        "a token "
         "is refused"
     ]
 
@@ -172,7 +173,8 @@ def difference(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFas
         return f"the teacher's tokenizer has the student's tokens but cuts text differently ({', '.join(differing)})"
     if len(student) > width:
         return (
-            f"the student's tokenizer has {mine(width)!r} (id {width}), which the teacher's has not, so the teacher could not "
+            f"the student's tokenizer has {mine(width)!r} (id {width}), which the teacher's has not, so the teacher "
+            "could not "
             "read it: take the teacher's tokenizer for the student (student.tokenizer)"
         )
     framed, expected = mine(student(WORDS[0]).input_ids), other(teacher(WORDS[0]).input_ids)

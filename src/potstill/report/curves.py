@@ -40,7 +40,7 @@ def _one(key: str, group: str, title: str, about: str, **more: Any) -> Panel:
     return Panel(key, group, title, about, ((key, ""),), **more)
 
 
-LEARNING, WRITTEN, OPTIMISATION = "Learning", "Written text", "Optimisation"
+LEARNING, WRITTEN, OPTIMISATION = "Learning", "Completion text", "Optimisation"
 COST, FURTHER = "Time and memory", "Further metrics"
 
 PANELS: tuple[Panel, ...] = (
@@ -50,11 +50,11 @@ PANELS: tuple[Panel, ...] = (
     _one("kl", LEARNING, "KL to the teacher", "at temperature 1, nats per token"),
     _one("agreement", LEARNING, "Top-1 agreement", "share of tokens with the teacher's first choice", unit="percent"),
     _one(
-        "spelled_kl", LEARNING, "KL to the teacher, spelled",
+        "spelled_kl", LEARNING, "KL to the teacher, prefix_marginal",
         "for a teacher with other tokens: to its next token spelled in the student's, at temperature 1",
     ),
     _one(
-        "spelled_agreement", LEARNING, "Top-1 agreement, spelled",
+        "spelled_agreement", LEARNING, "Top-1 agreement, prefix_marginal",
         "for a teacher with other tokens: with its first choice, spelled in the student's", unit="percent",
     ),
     Panel(
@@ -62,19 +62,20 @@ PANELS: tuple[Panel, ...] = (
         source="evals", smooth=False,
     ),
     Panel(
-        "own_reverse_kl", WRITTEN, "KL on its own text", "reverse KL to the teacher on what the student writes, at evaluations",
-        (("own_reverse_kl", ""),), source="evals", smooth=False,
+        "on_policy_reverse_kl", WRITTEN, "KL on its own text",
+        "reverse KL to the teacher on what the student writes, at evaluations",
+        (("on_policy_reverse_kl", ""),), source="evals", smooth=False,
     ),
     _one("rollout_length", WRITTEN, "Length", "tokens an answer", unit="count"),
     Panel(
         "rollout_ends", WRITTEN, "How answers end", "line: by an eos, dots: cut at the limit",
-        (("rollout_eos", "eos"), ("rollout_cut", "cut")), unit="percent",
+        (("completions_ended", "eos"), ("completions_clipped", "cut")), unit="percent",
     ),
     Panel(
         "rollout_distinct", WRITTEN, "Distinct n-grams", "share of different ones; line: pairs, dots: triples",
         (("rollout_distinct_2", "pairs"), ("rollout_distinct_3", "triples")), unit="percent",
     ),
-    _one("behaviour_gap", WRITTEN, "Behaviour gap", "between a token's log-probability now and when it was drawn"),
+    _one("sampling_logprob_gap", WRITTEN, "Behaviour gap", "between a token's log-probability now and when it was drawn"),
     _one("rollout_staleness", WRITTEN, "Staleness", "steps since the weights that wrote", smooth=False, only_moving=True),
     _one("rollout_tokens_per_second", WRITTEN, "Writing", "tokens a second", unit="count"),
     Panel(

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from potstill.config.recipe import read_keys
 from potstill.files import json_lines
-from potstill.recipe import read_keys
 from potstill.types import PotstillError
 
 # What a step and an evaluation write. Anything but a number or null under these keys is a damaged line; under other keys
@@ -24,11 +24,13 @@ STEP_KEYS = frozenset(
         "loss", "kd", "ce", "kl", "teacher_entropy", "student_entropy", "agreement", "grad_norm", "lr",
         "temperature", "kd_weight", "ce_weight", "tokens", "tokens_per_second", "seconds_data", "seconds_teacher",
         "seconds_student", "seconds_optimizer", "peak_memory_bytes", "epoch",
-        "behaviour_gap", "rollout_length", "rollout_eos", "rollout_cut", "rollout_distinct_2", "rollout_distinct_3",
-        "rollout_staleness", "rollout_tokens_per_second", "spelled_kl", "spelled_agreement",
+        "sampling_logprob_gap", "rollout_length", "completions_ended", "completions_clipped", "rollout_distinct_2",
+        "rollout_distinct_3", "rollout_staleness", "rollout_tokens_per_second", "spelled_kl", "spelled_agreement",
     }
 )  # fmt: skip
-EVAL_KEYS = frozenset({"bits_per_byte", "perplexity", "kl", "agreement", "ece", "tokens", "bytes", "own_reverse_kl"})
+EVAL_KEYS = frozenset(
+    {"bits_per_byte", "perplexity", "kl", "agreement", "ece", "tokens", "bytes", "on_policy_reverse_kl"}
+)
 # With a teacher of other tokens these are taken of what it says spelled in the student's, which is another measure than the
 # other runs' and than an evaluation's.
 SPELLED = {"kl": "spelled_kl", "agreement": "spelled_agreement"}

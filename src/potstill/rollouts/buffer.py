@@ -1,8 +1,8 @@
 """All texts of a generation, written in one call and trained on slice by slice.
 
-    drafts ─► generation (one engine call a writer) ─► slices of batch_size rows ─► Window
+    drafts ─► generation (one engine call a writer) ─► slices of batch_size rows ─► StepBatch
 
-With `policy.overlaps` the next generation is written, with the weights as they are now, while the present one trains. Which
+With `rollouts.overlaps` the next generation is written, with the weights as they are now, while the present one trains. Which
 weights write what depends on the steps alone, never on how fast anything was: a run that was killed goes on as it would have.
 """
 
@@ -23,11 +23,11 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from potstill.config import PolicyConfig
-from potstill.data import COUNTS, State, Window, collate, pack
+from potstill.config import RolloutsConfig
+from potstill.data import COUNTS, State, StepBatch, collate, pack
 from potstill.files import write_bytes
-from potstill.rollouts.drafts import Draft, Group, Kind
-from potstill.rollouts.engine import Ask, Engine, Written
+from potstill.rollouts.engine import Completion, Engine, GenerationRequest
+from potstill.rollouts.prompt_batches import Group, Kind, PromptBatch
 from potstill.rollouts.prompts import Answers
 from potstill.rollouts.sampling import rollout_seed
 from potstill.types import Batch, Example, PotstillError
@@ -45,8 +45,8 @@ WRITTEN_COUNTS = (
 class Generation:
     """What was written for a draft."""
 
-    draft: Draft
-    written: Mapping[tuple[int, int], Written]  # by group number and place in it
+    draft: PromptBatch
+    written: Mapping[tuple[int, int], Completion]  # by group number and place in it
     version: int  # of the student that wrote
     seconds: float
 
@@ -54,7 +54,7 @@ class Generation:
 @dataclass(frozen=True)
 class Row:
     example: Example
-    written: Written | None  # None: from the data set
+    written: Completion | None  # None: from the data set
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Buffer:
 
     def __init__(
         self,
-        drafts: Iterable[Draft],
+        drafts: Iterable[PromptBatch],
         writers: Mapping[Kind, Engine],
         answers: Answers,
-        policy: PolicyConfig,
+        rollouts: RolloutsConfig,
         layout: Layout,
         *,
         seed: int,
@@ -88,20 +88,20 @@ class Buffer:
         last: int | None = None,
     ) -> None:
         self._drafts = iter(drafts)
-        self._writers, self._answers, self._policy, self._layout = writers, answers, policy, layout
+        self._writers, self._answers, self._rollouts, self._layout = writers, answers, rollouts, layout
         self._seed, self._version, self._translates, self._last = seed, version, translates, last
         self._counts: Counter[str] = Counter(counts or {})
         self._waiting = list(waiting)
         self._taken = taken
-        self._pool = ThreadPoolExecutor(1, "rollouts") if policy.overlaps else None
+        self._pool = ThreadPoolExecutor(1, "rollouts") if rollouts.overlaps else None
         self._following: Future[Generation | None] | None = None
         self._present: Generation | None = None
         self._generations = self._run()
 
-    def __iter__(self) -> Iterator[list[Window]]:
+    def __iter__(self) -> Iterator[list[StepBatch]]:
         return self
 
-    def __next__(self) -> list[Window]:
+    def __next__(self) -> list[StepBatch]:
         return next(self._generations)
 
     def advance(self, version: int) -> None:
@@ -129,7 +129,7 @@ class Buffer:
             return None
         return self._following.result()
 
-    def _run(self) -> Iterator[list[Window]]:
+    def _run(self) -> Iterator[list[StepBatch]]:
         empty = 0
         while (generation := self._next()) is not None:
             self._present = generation
@@ -140,7 +140,7 @@ class Buffer:
                 self._counts.update(generation.draft.counts)
                 self._counts.update(self._answers.counts)
             self._answers.counts.clear()
-            windows: list[Window] = []
+            windows: list[StepBatch] = []
             for number, some in enumerate(slices[self._taken :], self._taken + 1):
                 version = self._version + len(windows)  # when it is trained on
                 window = self._window(generation, some, None if number == len(slices) else number, version)
@@ -150,8 +150,8 @@ class Buffer:
             empty = 0 if windows else empty + 1
             if empty > EMPTY_GENERATIONS:
                 raise PotstillError(
-                    f"policy: nothing was written in {empty} generations in a row: every answer is empty. Is the student "
-                    "broken, or does policy.sampling.stop end every text at once?"
+                    f"rollouts: nothing was written in {empty} generations in a row: every answer is empty. Is the student "
+                    "broken, or does rollouts.sampling.stop end every text at once?"
                 )
             if windows:
                 yield windows
@@ -168,7 +168,7 @@ class Buffer:
             present = None if draft is None else self._written(draft, self._updated())
         self._following = None
         # Steps that are done when it would be trained on.
-        begin = self._version + self._policy.steps_per_generation - self._taken
+        begin = self._version + self._rollouts.steps_per_generation - self._taken
         if present is not None and (self._last is None or begin < self._last):
             self._following = self._pool.submit(self._ahead, self._updated())
         return present
@@ -184,23 +184,23 @@ class Buffer:
             engine.update(self._version)
         return self._version
 
-    def _written(self, draft: Draft, version: int) -> Generation:
+    def _written(self, draft: PromptBatch, version: int) -> Generation:
         """What a checkpoint held, or else what is written now."""
         found = self._waiting.pop(0) if self._waiting else None
         if found is not None and found.asked == asked_of(draft):
             return Generation(draft, found.written, found.version, found.seconds)
         begin = time.perf_counter()
-        written: dict[tuple[int, int], Written] = {}
+        written: dict[tuple[int, int], Completion] = {}
         for kind, engine in self._writers.items():
             places = [
-                (g.number, i) for g in draft.groups if g.kind == kind for i in range(self._policy.num_generations)
+                (g.number, i) for g in draft.groups if g.kind == kind for i in range(self._rollouts.num_generations)
             ]
             prompts = {group.number: group.prompt for group in draft.groups if group.kind == kind}
             asked = []
             for number, i in places:
                 prompt = prompts[number]
                 assert prompt is not None
-                asked.append(Ask(prompt.ids, rollout_seed(self._seed, number, i)))
+                asked.append(GenerationRequest(prompt.ids, rollout_seed(self._seed, number, i)))
             if asked:
                 written.update(zip(places, engine.generate(asked), strict=True))
         return Generation(draft, written, version, time.perf_counter() - begin)
@@ -210,20 +210,20 @@ class Buffer:
             if group.kind == "data":
                 yield from (Row(example, None) for example in group.examples)
                 continue
-            for i in range(self._policy.num_generations):
+            for i in range(self._rollouts.num_generations):
                 text = generation.written[group.number, i]
                 example = self._answer(group, text, generation.version)
                 if not example.supervised.any() and not self._taken:
                     self._counts["empty_answers"] += 1
                 yield Row(example, text)
 
-    def _answer(self, group: Group, text: Written, version: int) -> Example:
+    def _answer(self, group: Group, text: Completion, version: int) -> Example:
         assert group.prompt is not None
         if group.kind == "teacher" and self._translates:
             return self._answers.translated(group.prompt, text)
         return self._answers.own(group.prompt, text, group.kind, version if group.kind == "student" else None)
 
-    def _window(self, generation: Generation, rows: Sequence[Row], taken: int | None, version: int) -> Window:
+    def _window(self, generation: Generation, rows: Sequence[Row], taken: int | None, version: int) -> StepBatch:
         """`taken`: slices used of the generation after this one; None: all. `version`: of the student that it trains."""
         batches = laid_out([row.example for row in rows], self._layout)
         examples = [row.example for row in rows]
@@ -243,8 +243,8 @@ class Buffer:
         own = any(row.example.writer == "student" for row in rows)
         facts = about(texts) | (_about_generation(generation) if texts else {})
         facts |= {"rollout_staleness": version - generation.version} if own else {}
-        state = {**place, "settings": settings_of(self._policy, self._layout), "counts": counts}
-        return Window(batches, state, counts, draft.epoch, facts)
+        state = {**place, "settings": settings_of(self._rollouts, self._layout), "counts": counts}
+        return StepBatch(batches, state, counts, draft.epoch, facts)
 
 
 def laid_out(examples: Sequence[Example], layout: Layout) -> tuple[Batch, ...]:
@@ -262,14 +262,14 @@ def laid_out(examples: Sequence[Example], layout: Layout) -> tuple[Batch, ...]:
     return tuple(batches)
 
 
-def about(texts: Sequence[Written]) -> dict[str, float]:
+def about(texts: Sequence[Completion]) -> dict[str, float]:
     """What was written, for the log."""
     if not texts:
         return {}
     facts = {
         "rollout_length": sum(len(text.ids) for text in texts) / len(texts),
-        "rollout_eos": sum(text.end == "eos" for text in texts) / len(texts),
-        "rollout_cut": sum(text.end == "length" for text in texts) / len(texts),
+        "completions_ended": sum(text.end == "eos" for text in texts) / len(texts),
+        "completions_clipped": sum(text.end == "length" for text in texts) / len(texts),
     }
     for n in NGRAMS:
         grams = [gram for text in texts for gram in zip(*(text.ids[i:].tolist() for i in range(n)), strict=False)]
@@ -285,13 +285,19 @@ def _about_generation(generation: Generation) -> dict[str, float]:
     }
 
 
-def settings_of(policy: PolicyConfig, layout: Layout) -> dict[str, float]:
+def settings_of(rollouts: RolloutsConfig, layout: Layout) -> dict[str, float]:
     """What decides which texts stand where in a generation."""
     return {
         "train.batch_size": layout.batch_size,
         **{
-            f"policy.{key}": getattr(policy, key)
-            for key in ("num_generations", "steps_per_generation", "on_policy", "teacher_writes", "prompt_tokens")
+            f"rollouts.{key}": getattr(rollouts, key)
+            for key in (
+                "num_generations",
+                "steps_per_generation",
+                "on_policy_fraction",
+                "teacher_fraction",
+                "prompt_tokens",
+            )
         },
     }
 
@@ -301,12 +307,12 @@ class SavedGeneration:
     """A generation out of a checkpoint; its draft is read again."""
 
     asked: str  # as asked_of says
-    written: Mapping[tuple[int, int], Written]
+    written: Mapping[tuple[int, int], Completion]
     version: int
     seconds: float
 
 
-def asked_of(draft: Draft) -> str:
+def asked_of(draft: PromptBatch) -> str:
     """A hash of who was asked to go on from what: what was written for other prompts is not used."""
     digest = hashlib.sha256()
     for group in draft.groups:
@@ -348,6 +354,6 @@ def load_saved(folder: Path) -> list[SavedGeneration]:
     for (place, length, end, ids, logprobs), known in zip(loaded, about_each, strict=True):
         bounds = np.cumsum(length)[:-1]
         parts = zip(place.tolist(), end, np.split(ids, bounds), np.split(logprobs, bounds), strict=True)
-        written = {(int(g), int(i)): Written(each, chances, ENDS[code]) for (g, i), code, each, chances in parts}
+        written = {(int(g), int(i)): Completion(each, chances, ENDS[code]) for (g, i), code, each, chances in parts}
         found.append(SavedGeneration(known["asked"], written, known["version"], known["seconds"]))
     return found

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """A prompt to go on from. Engines share the work of equal prompts where they can."""
 
     ids: npt.NDArray[np.int32]  # [P], at least one
@@ -19,7 +19,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Written:
+class Completion:
     """What was written after a prompt."""
 
     ids: npt.NDArray[np.int32]  # [C]; with the eos that ended it, and nothing after that. May be empty
@@ -32,7 +32,7 @@ class Engine(Protocol):
 
     version: int  # of the weights it writes with: optimizer steps taken
 
-    def generate(self, asked: Sequence[Ask]) -> list[Written]:
+    def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
         """In the order asked for. May be called on another thread, one call at a time."""
         ...
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from potstill.data import Encoder, Piece, ids_key, json_key, untrimmed
 from potstill.models import LanguageModel
-from potstill.rollouts.engine import Written
+from potstill.rollouts.engine import Completion
 from potstill.text import TokenTable
 from potstill.text.chat import ChatRenderer
 from potstill.types import Example, PotstillError
@@ -105,7 +105,7 @@ class Answers:
         self._renderer: ChatRenderer | None = None
         self.counts: Counter[str] = Counter()  # of what was left out
 
-    def own(self, prompt: Prompt, written: Written, writer: str, version: int | None) -> Example:
+    def own(self, prompt: Prompt, written: Completion, writer: str, version: int | None) -> Example:
         """In the student's own tokens, as they were written."""
         written = self._known(written, len(self._table))
         ids = np.concatenate([prompt.ids, written.ids])
@@ -137,15 +137,15 @@ class Answers:
             version=version,
         )
 
-    def _known(self, written: Written, ids: int) -> Written:
+    def _known(self, written: Completion, ids: int) -> Completion:
         """Up to the first id that no token has: the padding of a head's rows, which some engines draw from too."""
         beyond = np.flatnonzero(written.ids >= ids)
         if not len(beyond):
             return written
         self.counts["unknown_ids"] += 1
-        return Written(written.ids[: beyond[0]], written.logprobs[: beyond[0]], "length")
+        return Completion(written.ids[: beyond[0]], written.logprobs[: beyond[0]], "length")
 
-    def translated(self, prompt: Prompt, written: Written) -> Example:
+    def translated(self, prompt: Prompt, written: Completion) -> Example:
         """Of a teacher with other tokens: its answer as text, read by the student."""
         assert self._other is not None
         written = self._known(written, len(self._other))

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from potstill.config import SamplingConfig
-from potstill.rollouts.engine import Ask, Written
+from potstill.rollouts.engine import Completion, GenerationRequest
 from potstill.rollouts.vllm_requests import check_sampling, read_text, request, written
-from potstill.teachers.openai import OpenAIServer
+from potstill.serving.openai import OpenAIServer
 from potstill.teachers.remote import RemoteOrigin
 from potstill.types import PotstillError
 
@@ -22,18 +22,19 @@ class RemoteWriter:
     def __init__(self, origin: RemoteOrigin, sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
         if not isinstance(origin.server, OpenAIServer):
             raise PotstillError(
-                f"policy.teacher_writes: {origin.server.connection.address} is a `potstill serve`, which scores and does not "
+                f"rollouts.teacher_fraction: {origin.server.connection.address} is a `potstill serve`, which scores and "
+                "does not "
                 "write: give the first teacher as model, or behind vLLM"
             )
         check_sampling(sampling)
         self._server, self._sampling, self._stop_ids = origin.server, sampling, stop_ids
         self._at_once = origin.at_once
 
-    def generate(self, asked: Sequence[Ask]) -> list[Written]:
+    def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
         with ThreadPoolExecutor(self._at_once, "write") as pool:
             return list(pool.map(self._one, asked))
 
-    def _one(self, ask: Ask) -> Written:
+    def _one(self, ask: GenerationRequest) -> Completion:
         keys = {**request(self._sampling, self._stop_ids, ask.seed), "return_token_ids": True}
         keys["ignore_eos"] = False  # its model may have eos ids that its tokenizer does not name
         choice = self._server.go_on(ask.ids.tolist(), keys)

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from potstill.models import LanguageModel, backbone
-from potstill.rollouts.engine import Ask
+from potstill.rollouts.engine import GenerationRequest
 
 SPARE = 128  # positions that keys and values have room for beyond what is there
 
@@ -24,7 +24,9 @@ SPARE = 128  # positions that keys and values have room for beyond what is there
 class Kept:
     """Rows under way: their last hidden states [B, H], and the keys, values and states behind them."""
 
-    def __init__(self, writer: LanguageModel, asked: Sequence[Ask], device: torch.device, selects: bool) -> None:
+    def __init__(
+        self, writer: LanguageModel, asked: Sequence[GenerationRequest], device: torch.device, selects: bool
+    ) -> None:
         self._backbone = backbone(writer.model)
         taken = inspect.signature(self._backbone.forward).parameters
         every = any(each.kind is each.VAR_KEYWORD for each in taken.values())
@@ -98,7 +100,9 @@ class Kept:
 class Reread:
     """Rows under way, of one length, which are read again for each token."""
 
-    def __init__(self, writer: LanguageModel, asked: Sequence[Ask], device: torch.device, selects: bool) -> None:
+    def __init__(
+        self, writer: LanguageModel, asked: Sequence[GenerationRequest], device: torch.device, selects: bool
+    ) -> None:
         self._backbone = backbone(writer.model)
         self.rows = torch.arange(len(asked), device=device)
         self._ids = torch.from_numpy(np.stack([ask.ids for ask in asked]).astype(np.int64)).to(device)

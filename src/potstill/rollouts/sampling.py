@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from potstill.cache.signal import draws, largest
 from potstill.config import SamplingConfig
-from potstill.teachers.signal import draws, largest
 
 CANDIDATES = 1024  # looked at for top_p before all of a large vocabulary is sorted
 
@@ -36,7 +36,7 @@ def draw(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tens
     scaled = logits / sampling.temperature
     if not (sampling.min_p or sampling.top_k or sampling.top_p < 1.0):
         # The weights are needed once, and the logits again for the log-probability.
-        ids = draws(scaled.clone(), random[:, None], 1.0)["draws"].long()
+        ids = draws(scaled.clone(), random[:, None], 1.0)["samples"].long()
         return ids.squeeze(-1), scaled.gather(-1, ids).squeeze(-1) - scaled.logsumexp(-1)
     values, columns = candidates(scaled, sampling)
     weights = values.double().softmax(-1)

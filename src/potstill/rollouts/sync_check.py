@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potstill.config.policy import SamplingConfig
+from potstill.config.rollouts import SamplingConfig
 from potstill.models import LanguageModel, evaluating
-from potstill.rollouts.engine import Ask, Written
+from potstill.rollouts.engine import Completion, GenerationRequest
 from potstill.rollouts.sampling import drawn_from
 from potstill.types import PotstillError
 
@@ -30,7 +30,7 @@ class SyncCheck:
         self,
         student: LanguageModel,
         sampling: SamplingConfig,
-        write: Callable[[Sequence[Ask], SamplingConfig], list[Written]],
+        write: Callable[[Sequence[GenerationRequest], SamplingConfig], list[Completion]],
         dtype: torch.dtype,  # the engine's
         max_length: int,
         hint: str,  # what to look at when the weights did not arrive
@@ -52,7 +52,8 @@ class SyncCheck:
         if not difference <= tolerance:  # also when it is no number
             older = "" if before is None else f", and may still write with those of step {before}"
             raise PotstillError(
-                f"policy.engine: vLLM did not take the student's weights of step {version}{older}: the log-probabilities of "
+                f"rollouts.engine: vLLM did not take the student's weights of step {version}{older}: the "
+                "log-probabilities of "
                 f"{TEXTS * self.tokens} tokens that it wrote differ from the student's by {difference:.2g} on average, and "
                 f"rounding in {_name(self.dtype)} by less than {tolerance:g}. {self.hint}"
             )
@@ -61,15 +62,15 @@ class SyncCheck:
             difference = float(self._differences(self.sampling).median())
             if not difference <= tolerance:
                 raise PotstillError(
-                    "policy.engine: vLLM's log-probabilities are not those of the distribution that it draws from, after "
-                    f"policy.sampling's temperature and truncation (they differ by {difference:.2g}): start it with "
+                    "rollouts.engine: vLLM's log-probabilities are not those of the distribution that it draws from, after "
+                    f"rollouts.sampling's temperature and truncation (they differ by {difference:.2g}): start it with "
                     "--logprobs-mode processed_logprobs"
                 )
 
     def _differences(self, sampling: SamplingConfig) -> Tensor:
         """Absolute, of each token."""
         sampling = sampling.model_copy(update={"max_new_tokens": self.tokens, "stop": []})
-        written = self.write([Ask(self.prompt, seed) for seed in range(TEXTS)], sampling)
+        written = self.write([GenerationRequest(self.prompt, seed) for seed in range(TEXTS)], sampling)
         ids = torch.from_numpy(np.stack([np.concatenate([self.prompt, one.ids]) for one in written])).long()
         theirs = torch.from_numpy(np.stack([one.logprobs for one in written]))
         ours = chosen_logprobs(self.student, ids, len(self.prompt), sampling)

@@ -18,7 +18,7 @@ from potstill.config import SamplingConfig
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, backbone, evaluating
 from potstill.models.libraries import reason
-from potstill.rollouts.engine import Ask, Written
+from potstill.rollouts.engine import Completion, GenerationRequest
 from potstill.rollouts.rows import Kept, Reread
 from potstill.rollouts.sampling import draw, uniforms
 from potstill.types import PotstillError
@@ -88,13 +88,15 @@ class TransformersEngine:
     def close(self) -> None:
         """It keeps nothing."""
 
-    def generate(self, asked: Sequence[Ask]) -> list[Written]:
+    def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
         return self._generate(asked, [self._sampling.max_new_tokens] * len(asked), self.way, self._autocast)
 
     @torch.no_grad()
-    def _generate(self, asked: Sequence[Ask], most: Sequence[int], way: Way, autocast: Any) -> list[Written]:
+    def _generate(
+        self, asked: Sequence[GenerationRequest], most: Sequence[int], way: Way, autocast: Any
+    ) -> list[Completion]:
         """`most`: tokens of each text."""
-        found: list[Written | None] = [None] * len(asked)
+        found: list[Completion | None] = [None] * len(asked)
         with _writing(self._writer.model), autocast():
             for some in self._parts(asked, way):
                 texts = self._write([asked[i] for i in some], [most[i] for i in some], way)
@@ -102,7 +104,7 @@ class TransformersEngine:
                     found[i] = written
         return [written for written in found if written is not None]
 
-    def _parts(self, asked: Sequence[Ask], way: Way) -> Iterator[list[int]]:
+    def _parts(self, asked: Sequence[GenerationRequest], way: Way) -> Iterator[list[int]]:
         """What is written at once: prompts of like lengths; of equal ones, where the model reads padding as text."""
         order = sorted(range(len(asked)), key=lambda i: (len(asked[i].ids), asked[i].ids.tobytes()))
         part: list[int] = []
@@ -115,7 +117,7 @@ class TransformersEngine:
         if part:
             yield part
 
-    def _write(self, asked: Sequence[Ask], most: Sequence[int], way: Way) -> list[Written]:
+    def _write(self, asked: Sequence[GenerationRequest], most: Sequence[int], way: Way) -> list[Completion]:
         device = self._writer.model.device
         longest, rows = max(most), len(asked)
         random = torch.from_numpy(uniforms([ask.seed for ask in asked], longest)).to(device)
@@ -144,7 +146,7 @@ class TransformersEngine:
             if not last:
                 run.step(chosen)
         return [
-            Written(row[:n].astype(np.int32), chances[:n], self._end(row[:n], bool(stops.hit[i])))
+            Completion(row[:n].astype(np.int32), chances[:n], self._end(row[:n], bool(stops.hit[i])))
             for i, (row, chances, n) in enumerate(
                 zip(ids.cpu().numpy(), logprobs.cpu().numpy(), lengths.tolist(), strict=True)
             )
@@ -158,7 +160,7 @@ class TransformersEngine:
     def _right_way(self, who: str) -> tuple[Way, list[str]]:
         """The fastest way in which the model writes what it says of the whole text, and what its user should know."""
         model, wrong = self._writer.model, ""
-        who = f"policy.engine: {who} ({model.config.model_type})"
+        who = f"rollouts.engine: {who} ({model.config.model_type})"
         for way in WAYS:
             try:
                 if way.pads and not self._may_pad():
@@ -169,7 +171,7 @@ class TransformersEngine:
             if not wrong:
                 return way, [f"{who} writes more slowly than others: {way.slower}"] if way.slower else []
         raise PotstillError(
-            f"{who} cannot write text with transformers here ({wrong}): choose policy.engine.kind: vllm"
+            f"{who} cannot write text with transformers here ({wrong}): choose rollouts.engine.kind: vllm"
         )
 
     def _may_pad(self) -> bool:
@@ -189,7 +191,7 @@ class TransformersEngine:
         longest = min(12, (self._writer.positions or 24) // 2)
         ids = (np.arange(4 * longest, dtype=np.int32) * 7 + 3) % self._width
         prompts = [ids[:5], ids[:5], ids[9:14], ids[:longest], ids[-longest:], ids[-longest:], ids[3:4]]
-        asked = [Ask(prompt, i) for i, prompt in enumerate(prompts)]
+        asked = [GenerationRequest(prompt, i) for i, prompt in enumerate(prompts)]
         tokens = min(TRIED_TOKENS, longest)
         most = [tokens, tokens // 2, tokens, tokens, tokens // 2, tokens, tokens]
         engine = copy.copy(self)
@@ -206,7 +208,7 @@ class TransformersEngine:
         return ""
 
     @torch.no_grad()
-    def _gap(self, ask: Ask, text: Written, autocast: Any) -> tuple[float, float]:
+    def _gap(self, ask: GenerationRequest, text: Completion, autocast: Any) -> tuple[float, float]:
         """Between a text's log-probabilities and those of one pass over it, on average; and how far the logits are spread."""
         model = self._writer.model
         whole = torch.from_numpy(np.concatenate([ask.ids, text.ids])[None].astype(np.int64)).to(model.device)

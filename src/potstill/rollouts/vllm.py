@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from potstill.config.policy import PolicyConfig, SamplingConfig
+from potstill.config.rollouts import RolloutsConfig, SamplingConfig
 from potstill.models import LanguageModel
 from potstill.models.libraries import reason
-from potstill.rollouts.engine import Ask, Engine, Written
+from potstill.rollouts.engine import Completion, Engine, GenerationRequest
 from potstill.rollouts.sync_check import SyncCheck
 from potstill.rollouts.vllm_requests import check_lengths, check_sampling, request, written
 from potstill.rollouts.vllm_server import Server
@@ -32,7 +32,7 @@ GPU_MEMORY = 0.3  # of it, for vLLM's weights and cache; the training has the re
 
 def open_vllm(
     student: LanguageModel,
-    policy: PolicyConfig,
+    rollouts: RolloutsConfig,
     *,
     stop_ids: Sequence[int],  # the ids that end a text, and no others do
     max_length: int,  # longest prompt and text together: data.max_length
@@ -40,12 +40,12 @@ def open_vllm(
     version: int = 0,  # optimizer steps that the student has taken
 ) -> Engine:
     """The engine that the recipe asks for, with the student's present weights, compared."""
-    check_sampling(policy.sampling)
-    if policy.engine.server is None:
-        return Colocated(student, policy, stop_ids, max_length, folder, version)
-    if policy.engine.folder is not None:
-        folder = Path(policy.engine.folder)
-    return Server(student, policy, stop_ids, max_length, folder, version)
+    check_sampling(rollouts.sampling)
+    if rollouts.engine.server is None:
+        return Colocated(student, rollouts, stop_ids, max_length, folder, version)
+    if rollouts.engine.folder is not None:
+        folder = Path(rollouts.engine.folder)
+    return Server(student, rollouts, stop_ids, max_length, folder, version)
 
 
 class Colocated:
@@ -54,7 +54,7 @@ class Colocated:
     def __init__(
         self,
         student: LanguageModel,
-        policy: PolicyConfig,
+        rollouts: RolloutsConfig,
         stop_ids: Sequence[int],
         max_length: int,
         folder: Path,
@@ -62,13 +62,14 @@ class Colocated:
     ):
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise PotstillError(
-                "policy.engine: vLLM in the training's process goes with one process: with several, start a server and give "
-                "policy.engine.server"
+                "rollouts.engine: vLLM in the training's process goes with one process: with several, start a server "
+                "and give "
+                "rollouts.engine.server"
             )
-        self.student, self.sampling, self.stop_ids, self.max_length = student, policy.sampling, stop_ids, max_length
+        self.student, self.sampling, self.stop_ids, self.max_length = student, rollouts.sampling, stop_ids, max_length
         self.version: int = version
         self._own_group = not dist.is_initialized()  # vLLM makes one; potstill's own stays
-        options = self._options(policy.engine.options, folder)
+        options = self._options(rollouts.engine.options, folder)
         Console(stderr=True, soft_wrap=True).print("starting vLLM in this process …", highlight=False)
         with _quiet():
             vllm = _import_vllm()
@@ -79,16 +80,17 @@ class Colocated:
                 self._llm = vllm.LLM(**options)
             except Exception as error:  # of vLLM and of everything it stands on
                 raise PotstillError(
-                    f"policy.engine: vLLM cannot run the student ({reason(error)}); its own messages are above with "
+                    f"rollouts.engine: vLLM cannot run the student ({reason(error)}); its own messages are above with "
                     "VLLM_LOGGING_LEVEL=INFO"
                 ) from error
         self._check = SyncCheck(
             student,
-            policy.sampling,
+            rollouts.sampling,
             lambda asked, sampling: self._write(asked, sampling, ()),
             self._llm.llm_engine.model_config.dtype,
             max_length,
-            f"This vLLM cannot take over a {student.model.config.model_type} in place: use policy.engine.kind transformers.",
+            f"This vLLM cannot take over a {student.model.config.model_type} in place: use rollouts.engine.kind "
+            "transformers.",
         )
         try:
             self._take(version, None)
@@ -117,14 +119,16 @@ class Colocated:
         }
         for key in ours:
             if key in given:
-                raise PotstillError(f"policy.engine.options.{key} is potstill's to set: leave it out")
+                raise PotstillError(f"rollouts.engine.options.{key} is potstill's to set: leave it out")
         return options | given | ours
 
-    def generate(self, asked: Sequence[Ask]) -> list[Written]:
+    def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
         check_lengths(asked, self.sampling, self.max_length)
         return self._write(asked, self.sampling, self.stop_ids)
 
-    def _write(self, asked: Sequence[Ask], sampling: SamplingConfig, stop_ids: Sequence[int]) -> list[Written]:
+    def _write(
+        self, asked: Sequence[GenerationRequest], sampling: SamplingConfig, stop_ids: Sequence[int]
+    ) -> list[Completion]:
         if not asked:
             return []
         params = [
@@ -155,10 +159,10 @@ class Colocated:
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
             except Exception as error:  # the code of each architecture, which may raise anything
                 raise PotstillError(
-                    f"policy.engine: vLLM cannot take the student's weights of step {version} ({reason(error)})"
+                    f"rollouts.engine: vLLM cannot take the student's weights of step {version} ({reason(error)})"
                 ) from error
             if not self._llm.reset_prefix_cache():
-                raise PotstillError("policy.engine: vLLM did not forget its prefix cache, which is of older weights")
+                raise PotstillError("rollouts.engine: vLLM did not forget its prefix cache, which is of older weights")
         self.version = version
         self._check.after_update(version, before)
 
@@ -178,7 +182,7 @@ def _import_vllm() -> Any:
         import vllm
     except ImportError as error:
         raise PotstillError(
-            f"policy.engine.kind vllm: vLLM cannot be imported ({reason(error)}). On a Linux machine without a GPU, "
+            f"rollouts.engine.kind vllm: vLLM cannot be imported ({reason(error)}). On a Linux machine without a GPU, "
             "tools/setup_vllm makes an environment with it; elsewhere: pip install vllm"
         ) from error
     return vllm

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from potstill.config.policy import SamplingConfig
-from potstill.rollouts.engine import Ask, Written
-from potstill.teachers.wire import SLACK
+from potstill.config.rollouts import SamplingConfig
+from potstill.rollouts.engine import Completion, GenerationRequest
+from potstill.serving.protocol import SLACK
 from potstill.types import PotstillError
 
 LEAST_TEMPERATURE = 0.01  # vLLM takes this for anything between it and 0 …
@@ -20,21 +20,24 @@ MOST_TEMPERATURE = 2.0  # … and refuses what is above this
 def check_sampling(sampling: SamplingConfig) -> None:
     if 0 < sampling.temperature < LEAST_TEMPERATURE:
         raise PotstillError(
-            f"policy.sampling.temperature {sampling.temperature:g}: vLLM would take {LEAST_TEMPERATURE:g} for it; give that, "
+            f"rollouts.sampling.temperature {sampling.temperature:g}: vLLM would take {LEAST_TEMPERATURE:g} for it; "
+            "give that, "
             "or 0 for the likeliest token"
         )
     if sampling.temperature > MOST_TEMPERATURE:
         raise PotstillError(
-            f"policy.sampling.temperature {sampling.temperature:g}: vLLM takes at most {MOST_TEMPERATURE:g}; lower it, or use "
-            "policy.engine.kind transformers"
+            f"rollouts.sampling.temperature {sampling.temperature:g}: vLLM takes at most {MOST_TEMPERATURE:g}; lower "
+            "it, or use "
+            "rollouts.engine.kind transformers"
         )
 
 
-def check_lengths(asked: Sequence[Ask], sampling: SamplingConfig, max_length: int) -> None:
+def check_lengths(asked: Sequence[GenerationRequest], sampling: SamplingConfig, max_length: int) -> None:
     for ask in asked:
         if len(ask.ids) + sampling.max_new_tokens > max_length:
             raise PotstillError(
-                f"a prompt of {len(ask.ids)} tokens and policy.sampling.max_new_tokens {sampling.max_new_tokens} are more than "
+                f"a prompt of {len(ask.ids)} tokens and rollouts.sampling.max_new_tokens {sampling.max_new_tokens} are "
+                "more than "
                 f"data.max_length {max_length}"
             )
 
@@ -81,11 +84,11 @@ def read_text(choice: Any, sampling: SamplingConfig, vocabulary: int | None) -> 
 
 def written(
     ids: Sequence[int], logprobs: Sequence[float], reason: str | None, sampling: SamplingConfig, stop_ids: Sequence[int]
-) -> Written:
+) -> Completion:
     if reason not in ("stop", "length"):
         raise PotstillError(f"vLLM broke off a text ({reason}) instead of ending it")
     drawn = np.asarray(logprobs, np.float32)
     if sampling.temperature == 0:  # nothing else could have been drawn; vLLM tells of the softmax
         drawn = np.zeros_like(drawn)
     ended = len(ids) > 0 and ids[-1] in stop_ids
-    return Written(np.asarray(ids, np.int32), drawn, "eos" if ended else "stop" if reason == "stop" else "length")
+    return Completion(np.asarray(ids, np.int32), drawn, "eos" if ended else "stop" if reason == "stop" else "length")

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from potstill.config import PolicyConfig, RemoteConfig, SamplingConfig
+from potstill.config import RemoteConfig, RolloutsConfig, SamplingConfig
 from potstill.models import LanguageModel
-from potstill.rollouts.engine import Ask, Written
+from potstill.rollouts.engine import Completion, GenerationRequest
 from potstill.rollouts.sync_check import TOLERANCE, SyncCheck
 from potstill.rollouts.vllm_requests import check_lengths, read_text, request, written
 from potstill.rollouts.vllm_weights import save_weights
+from potstill.serving.http import SMALL, Connection
+from potstill.serving.openai import ENTRY
 from potstill.teachers.asking import Asking
-from potstill.teachers.connection import SMALL, Connection
-from potstill.teachers.openai import ENTRY
 
 AT_ONCE = 128  # requests under way; the server batches them
 PATIENCE = 120.0  # seconds for a server that does not answer, which may be starting
@@ -38,26 +38,28 @@ class Server:
     def __init__(
         self,
         student: LanguageModel,
-        policy: PolicyConfig,
+        rollouts: RolloutsConfig,
         stop_ids: Sequence[int],
         max_length: int,
         folder: Path,
         version: int,
-        patience: float = PATIENCE,
+        retry_timeout: float = PATIENCE,
     ):
-        assert policy.engine.server is not None
-        self.student, self.sampling, self.stop_ids, self.max_length = student, policy.sampling, stop_ids, max_length
+        assert rollouts.engine.server is not None
+        self.student, self.sampling, self.stop_ids, self.max_length = student, rollouts.sampling, stop_ids, max_length
         self.version: int = version
         # Two runs may be given the same folder: each has one of its own there.
-        self.folder, self.patience = folder.resolve() / f"{WEIGHTS}{RUN}", patience
-        asking = RemoteConfig(concurrency=AT_ONCE, timeout=ANSWER, patience=patience, start_patience=patience)
-        self._connection = Connection(policy.engine.server.rstrip("/").removesuffix("/v1"), asking, "policy.engine")
+        self.folder, self.retry_timeout = folder.resolve() / f"{WEIGHTS}{RUN}", retry_timeout
+        asking = RemoteConfig(
+            concurrency=AT_ONCE, timeout=ANSWER, retry_timeout=retry_timeout, start_patience=retry_timeout
+        )
+        self._connection = Connection(rollouts.engine.server.rstrip("/").removesuffix("/v1"), asking, "rollouts.engine")
         try:
             self._model, dtype = self._look()
             self._compare_vocabularies()
             self._check = SyncCheck(
                 student,
-                policy.sampling,
+                rollouts.sampling,
                 lambda asked, sampling: self._write(asked, sampling, ()),
                 dtype,
                 max_length,
@@ -104,7 +106,7 @@ class Server:
                     f"than the student's {ids}: start it with the student's own model"
                 )
 
-    def generate(self, asked: Sequence[Ask]) -> list[Written]:
+    def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
         check_lengths(asked, self.sampling, self.max_length)
         for _ in range(RESTARTS):
             before = self._connection.failures
@@ -115,11 +117,13 @@ class Server:
             self._take(self.version, None)
         raise self._connection.error("the connection to it breaks again and again while it writes")
 
-    def _write(self, asked: Sequence[Ask], sampling: SamplingConfig, stop_ids: Sequence[int]) -> list[Written]:
+    def _write(
+        self, asked: Sequence[GenerationRequest], sampling: SamplingConfig, stop_ids: Sequence[int]
+    ) -> list[Completion]:
         if not asked:
             return []
 
-        def one(ask: Ask) -> Written:
+        def one(ask: GenerationRequest) -> Completion:
             body = {"model": self._model, "prompt": ask.ids.tolist(), "return_token_ids": True}
             most = SMALL + ENTRY * (len(ask.ids) + sampling.max_new_tokens)
             found = self._ask("POST", "/v1/completions", body | request(sampling, stop_ids, ask.seed), most)
@@ -151,7 +155,7 @@ class Server:
         path = self.folder / f"{version:08d}"
         save_weights(self.student, path)
         self._ask("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
-        deadline = time.monotonic() + self.patience
+        deadline = time.monotonic() + self.retry_timeout
         while not self._ask("POST", "/reset_prefix_cache").get("success", True):  # as long as requests are under way
             if time.monotonic() > deadline:
                 raise self._connection.error(

@@ -22,7 +22,7 @@ class LiveTeacher:
         self.name = name
         self.weight = weight
 
-    def lacks(self, batch: Batch) -> Sequence[int]:
+    def missing(self, batch: Batch) -> Sequence[int]:
         return ()
 
     def prepare(self, batch: Batch) -> None:

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from potstill.config import AcrossConfig, SourceConfig
+from potstill.config import CrossTokenizerConfig, SourceConfig
+from potstill.config.recipe import checked
 from potstill.data import Source, collate
 from potstill.losses import CrossTarget, DenseTarget, fused_linear_kd
 from potstill.models import load_tokenizer
-from potstill.recipe import checked
-from potstill.teachers.pairing import Pairing, align_rows
-from potstill.teachers.spelling import Speller, spell_rows
+from potstill.teachers.prefix_marginal import Speller, spell_rows
+from potstill.teachers.tokenizer_pair import TokenizerPair, align_rows
 from potstill.text.show import encode, show_corpus, show_text
 from potstill.types import Batch, Example, PotstillError, Target
 
@@ -23,7 +23,7 @@ CHECKED_TEXT = (
     "The cafés of Zürich, naïve façades: 2,024 prices (€5) – “quoted”, 日本語 and 🙂.\n\tdef f(x): return x\n"
 )
 WIDTH = 16  # of the random hidden states the losses are tried on
-METHODS = ("spelled", "shared", "projection", "chunk", "uld")
+METHODS = ("prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld")
 
 
 def align_pair(
@@ -55,11 +55,11 @@ def check_pair(names: tuple[str, str], tokenizers: list[Any], text: str, console
     """Try every method on random models: a pair of a tokenizer with itself must give the plain divergence, and no true
     divergence may be below 0 or have a gradient that moves mass into or out of the vocabulary."""
     examples = [_example(tokenizer, text) for tokenizer in tokenizers]
-    itself = Pairing(tokenizers[0], tokenizers[0], AcrossConfig())
-    both = Pairing(tokenizers[0], tokenizers[1], AcrossConfig())
+    itself = TokenizerPair(tokenizers[0], tokenizers[0], CrossTokenizerConfig())
+    both = TokenizerPair(tokenizers[0], tokenizers[1], CrossTokenizerConfig())
     batch = collate([[examples[0]]], pad_id=0)
     failed = []
-    for method in ("spelled", "shared", "projection"):
+    for method in ("prefix_marginal", "common_vocab", "projection"):
         worst = _identity(itself, method, batch)
         console.print(f"{method}, {names[0]} with itself: differs from the plain divergence by {worst:.1e}")
         failed += [f"{method} with itself"] if worst > 1e-4 else []
@@ -83,11 +83,11 @@ def _example(tokenizer: Any, text: str) -> Example:
 
 
 def _target(
-    pairing: Pairing, method: str, batch: Batch, read: Example, seed: int
+    pairing: TokenizerPair, method: str, batch: Batch, read: Example, seed: int
 ) -> tuple[Target, torch.Tensor, DenseTarget]:
     """A random teacher, the rows at which it says something, and what it says there over its own ids. By the methods of chunks,
     the other tokens of a chunk have a likelihood of e^−1 each."""
-    if method == "spelled":
+    if method == "prefix_marginal":
         spelled = spell_rows(pairing, batch, [read])
         source = DenseTarget(logits=_random(len(spelled.token), len(pairing.teacher), seed))
         known = np.ones(len(batch.rows), dtype=np.bool_) if spelled.known is None else spelled.known
@@ -107,11 +107,11 @@ def _random(rows: int, width: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
-def _student(pairing: Pairing, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def _student(pairing: TokenizerPair, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return _random(len(batch.rows), WIDTH, 1).requires_grad_(), _random(len(pairing.student), WIDTH, 2) / 2
 
 
-def _identity(pairing: Pairing, method: str, batch: Batch) -> float:
+def _identity(pairing: TokenizerPair, method: str, batch: Batch) -> float:
     hidden, head = _student(pairing, batch)
     target, rows, start = _target(pairing, method, batch, batch.examples[0], 3)
     assert start.logits is not None
@@ -125,7 +125,7 @@ def _identity(pairing: Pairing, method: str, batch: Batch) -> float:
     return float((gradients[0] - gradients[1]).abs().max())
 
 
-def _signs(pairing: Pairing, method: str, batch: Batch, read: Example) -> tuple[float, float]:
+def _signs(pairing: TokenizerPair, method: str, batch: Batch, read: Example) -> tuple[float, float]:
     """The lowest value of a row, and how far a row's gradient is from summing to 0 over the vocabulary."""
     hidden, head = _student(pairing, batch)
     target, rows, _ = _target(pairing, method, batch, read, 4)

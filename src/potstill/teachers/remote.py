@@ -11,20 +11,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from potstill.cache.codec import Format, Signal
+from potstill.cache.reading import chat_kwargs
+from potstill.cache.scored import Scored, no_rows
+from potstill.cache.signal import signal_of
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
+from potstill.config.sections import fixed_value
 from potstill.models import LanguageModel, evaluating, same_tokenizer
-from potstill.sections import fixed_value
-from potstill.teachers.aligned import AlignedCached, Rereader, check_across
+from potstill.serving.client import PotstillServer, Server, potstill_version
+from potstill.serving.http import Connection
+from potstill.serving.openai import OpenAIServer
 from potstill.teachers.asking import Asking
-from potstill.teachers.cached import CachedTeacher, check_loss
-from potstill.teachers.client import PotstillServer, Server, potstill_version
-from potstill.teachers.codec import Format, Signal
-from potstill.teachers.connection import Connection
-from potstill.teachers.openai import OpenAIServer
-from potstill.teachers.pairing import Pairing
-from potstill.teachers.reading import chat_kwargs
-from potstill.teachers.scored import Scored, no_rows
-from potstill.teachers.signal import signal_of
+from potstill.teachers.cross_tokenizer import AlignedCached, Rereader, check_cross_tokenizer
+from potstill.teachers.stored import CachedTeacher, check_loss
+from potstill.teachers.tokenizer_pair import TokenizerPair
 from potstill.types import Batch, DenseTarget, Example, PotstillError, TopKTarget
 
 Given = Sequence[npt.NDArray[np.int32]]
@@ -109,7 +109,7 @@ def _groups(examples: Sequence[Example], request_tokens: int) -> Iterator[list[i
         yield group
 
 
-class RemoteShelf:
+class RemoteSource:
     """Documents as a server scores them now. `read`: how the teacher reads examples; None: in the student's own tokens."""
 
     def __init__(
@@ -120,7 +120,7 @@ class RemoteShelf:
         self._origin = origin
         self._read = read
 
-    def lacks(self, batch: Batch) -> Sequence[int]:
+    def missing(self, batch: Batch) -> Sequence[int]:
         return ()
 
     def documents(self, examples: Sequence[Example]) -> list[Scored]:
@@ -161,7 +161,7 @@ class StudentTopK:
         self.name, self.weight = name, weight
         self._origin, self._student, self._form = origin, student, form
 
-    def lacks(self, batch: Batch) -> Sequence[int]:
+    def missing(self, batch: Batch) -> Sequence[int]:
         return ()
 
     def prepare(self, batch: Batch) -> None:
@@ -224,11 +224,12 @@ def open_remote(
     temperature = fixed_value(loss.temperature)
     if kind in ("top_k", "student_top_k") and temperature is None:
         raise PotstillError(
-            f"{key} is {kind}, which is asked for at one temperature, and loss.temperature moves over the run: use kind hidden"
+            f"{key} is {kind}, which is asked for at one temperature, and loss.temperature moves over the run: use kind "
+            "hidden"
         )
-    if kind == "student_top_k" and loss.by_draws:
+    if kind == "student_top_k" and loss.policy_gradient:
         raise PotstillError(
-            f"{key} is student_top_k, and loss.divergence sampled_reverse_kl asks about drawn tokens: use chosen"
+            f"{key} is student_top_k, and loss.divergence policy_gradient_kl asks about drawn tokens: use token_logprobs"
         )
     if kind == "student_top_k":
         return StudentTopK(
@@ -238,17 +239,17 @@ def open_remote(
             config.name,
             config.weight,
         )
-    if kind == "chosen" and not loss.by_draws:
+    if kind == "token_logprobs" and not loss.policy_gradient:
         raise PotstillError(f"{key} is chosen, and the loss needs a distribution: use top_k or hidden")
     form = _form(config, origin, width, temperature or 1.0)
     temperature = check_loss(form, loss, key)
     return CachedTeacher(
-        RemoteShelf(origin, form),
+        RemoteSource(origin, form),
         width,
         config.name,
         config.weight,
         temperature=temperature,
-        chosen_only=loss.by_draws,
+        chosen_only=loss.policy_gradient,
     )
 
 
@@ -285,10 +286,11 @@ def _open_aligned(
             f"{where}.remote.kind: student_top_k asks about the student's tokens, and the teacher has others, or a prompt of "
             "its own: use top_k or hidden"
         )
-    if config.remote.kind == "chosen" and config.across.method != "chunk":
+    if config.remote.kind == "token_logprobs" and config.cross_tokenizer.method != "span_likelihood":
         raise PotstillError(
-            f"{where}.remote.kind is chosen, which tells how likely the text is and no more: learn from it with across.method: "
-            "chunk, or use top_k or hidden"
+            f"{where}.remote.kind is token_logprobs, which tells how likely the text is and no more: learn from it with "
+            "cross_tokenizer.method: "
+            "span_likelihood, or use top_k or hidden"
         )
     if config.remote.kind == "top_k" and fixed_value(loss.temperature) != 1.0:
         raise PotstillError(
@@ -296,10 +298,10 @@ def _open_aligned(
             "tokens' likelihoods are: use remote.kind: hidden, which serves any temperature"
         )
     form = _form(config, origin, None, 1.0)
-    temperature = check_across(config.across, loss, f"{where}.remote", form)
-    reread = Rereader(origin.tokenizer, origin.positions, chat_kwargs(data), config.prompt)
+    temperature = check_cross_tokenizer(config.cross_tokenizer, loss, f"{where}.remote", form)
+    reread = Rereader(origin.tokenizer, origin.positions, chat_kwargs(data), config.context_column)
     sizes = (student.vocabulary, form.vocabulary)
-    pairing = Pairing(student.tokenizer, origin.tokenizer, config.across, sizes)
+    pairing = TokenizerPair(student.tokenizer, origin.tokenizer, config.cross_tokenizer, sizes)
     return AlignedCached(
-        RemoteShelf(origin, form, reread), pairing, config.name, config.weight, temperature=temperature
+        RemoteSource(origin, form, reread), pairing, config.name, config.weight, temperature=temperature
     )

@@ -203,7 +203,8 @@ def _parts(tok: Any) -> tuple[tokenizers.Tokenizer, str, dict[str, str], set[int
         return tok, "", {}, set()
     if not hasattr(tok, "backend_tokenizer") or not isinstance(tok.backend_tokenizer, tokenizers.Tokenizer):
         raise PotstillError(
-            f"the tokenizer {getattr(tok, 'name_or_path', type(tok).__name__)} has no fast version (tokenizer.json), which is "
+            f"the tokenizer {getattr(tok, 'name_or_path', type(tok).__name__)} has no fast version (tokenizer.json), "
+            "which is "
             "needed to tell which bytes a token stands for"
         )
     named = tok.special_tokens_map
@@ -306,7 +307,8 @@ def _probed(table: TokenTable, backend: tokenizers.Tokenizer) -> TokenTable:
     if text == ids and ours.decode("utf-8", "replace").strip() != theirs.strip():
         who = f"the tokenizer {table.name}" if table.name else "the tokenizer"
         raise PotstillError(
-            f"{who} reads its own tokens back as {theirs[:12]!r}, where potstill finds {ours[:12]!r} in them: it is of a kind "
+            f"{who} reads its own tokens back as {theirs[:12]!r}, where potstill finds {ours[:12]!r} in them: it is of "
+            "a kind "
             "that potstill does not know"
         )
     if ours == PROBE.encode() or not table.identity:

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from potstill.config import LossConfig
-from potstill.teachers.weighing import ask, complete
-from potstill.types import Batch, ChosenTarget, DenseTarget, PotstillError
+from potstill.teachers.combine import ask, complete
+from potstill.types import Batch, DenseTarget, PotstillError, TokenLogprobsTarget
 
 if TYPE_CHECKING:
-    from potstill.teachers.several import Prepared
+    from potstill.teachers.open import Prepared
     from potstill.training.setup import Parts
     from potstill.training.student import LossKnobs
 
@@ -32,7 +32,7 @@ def diagnose(loss: LossConfig, parts: Parts, prepared: Prepared, knobs: LossKnob
         where = f"step {step}, micro-batch {number} of {len(batches)} ({_documents(batch)})"
         targets = ask(parts.teachers, complete(parts.teachers, ready, batch), batch, loss)
         for index, (_, target) in enumerate(targets):
-            if isinstance(target, DenseTarget | ChosenTarget) and (what := _not_finite(target)):
+            if isinstance(target, DenseTarget | TokenLogprobsTarget) and (what := _not_finite(target)):
                 cause = f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"
                 return f"the loss is not finite at {where}: {cause}{nothing_taken}"
         with parts.autocast():
@@ -52,12 +52,12 @@ def refuse_broken_weights(module: nn.Module, step: int) -> None:
     if bad:
         raise PotstillError(
             f"step {step} left weights in the student that are not finite ({bad[0]}): try a lower train.optimizer.lr or a "
-            "longer train.lr_schedule.warmup; the last checkpoint is untouched"
+            "longer train.lr_schedule.warmup_steps; the last checkpoint is untouched"
         )
 
 
-def _not_finite(target: DenseTarget | ChosenTarget) -> str | None:
-    if isinstance(target, ChosenTarget):  # −inf is floored, and harms nothing
+def _not_finite(target: DenseTarget | TokenLogprobsTarget) -> str | None:
+    if isinstance(target, TokenLogprobsTarget):  # −inf is floored, and harms nothing
         return "log-probabilities are" if target.logprobs.isnan().any() else None
     if target.mean:
         return next((what for _, part in target.mean if (what := _not_finite(part))), None)

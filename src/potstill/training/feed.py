@@ -9,19 +9,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from potstill.cache.reading import chat_kwargs
 from potstill.config import Recipe
-from potstill.data import Encoder, Prefetched, StoppedWaiting, Window
+from potstill.data import Encoder, Prefetched, StepBatch, StoppedWaiting
 from potstill.models import LanguageModel
 from potstill.rollouts.buffer import Buffer, Layout, load_saved, settings_of
-from potstill.rollouts.drafts import Drafts, Kind
 from potstill.rollouts.engine import Engine
+from potstill.rollouts.prompt_batches import Drafts, Kind
 from potstill.rollouts.prompts import Answers, Prompter, stop_ids, tokenizer_stop_ids
 from potstill.rollouts.remote_writer import RemoteWriter
 from potstill.rollouts.transformers import TransformersEngine
 from potstill.rollouts.vllm import open_vllm
-from potstill.teachers.reading import chat_kwargs
+from potstill.teachers.open import Prepared, prepared
 from potstill.teachers.remote import RemoteOrigin
-from potstill.teachers.several import Prepared, prepared
 from potstill.training.checkpoint import Progress
 from potstill.training.setup import Parts
 from potstill.types import Batch, PotstillError, Teacher
@@ -80,13 +80,13 @@ def open_feed(
 ) -> Feed:
     """From where `progress` says. `folder`: of the run; `checkpoint`: the one it goes on from. `interrupted`: whether to stop
     waiting (StoppedWaiting), for a server that is away, say."""
-    if progress.data is not None and ("draft" in progress.data) != recipe.policy.writes:
+    if progress.data is not None and ("draft" in progress.data) != recipe.rollouts.writes:
         then, now = ("is written", "is not") if "draft" in progress.data else ("is not written", "is")
         raise PotstillError(
-            f"policy: the text of the run in {folder} {then}, and the recipe's {now}: its place in the data means nothing; "
+            f"rollouts: the text of the run in {folder} {then}, and the recipe's {now}: its place in the data means nothing; "
             "choose another folder with run="
         )
-    if recipe.policy.writes:
+    if recipe.rollouts.writes:
         return _written(recipe, parts, progress, folder, checkpoint, interrupted)
     source = parts.windows(progress.data)
     read = Prefetched(source, depth=source.group_windows)
@@ -121,7 +121,7 @@ def _written(
             chat_kwargs(parts.data),
             parts.writer.tokenizer if other and parts.writer is not None else None,
         ),
-        recipe.policy,
+        recipe.rollouts,
         layout,
         seed=_seed(recipe),
         version=progress.step,
@@ -150,7 +150,7 @@ def _check_state(recipe: Recipe, layout: Layout, state: dict[str, Any] | None) -
     """A generation that was begun goes on as it was begun."""
     if state is None or not state["taken"]:
         return
-    then, now = state["settings"], settings_of(recipe.policy, layout)
+    then, now = state["settings"], settings_of(recipe.rollouts, layout)
     changed = [f"{key} {then.get(key)} → {value}" for key, value in now.items() if then.get(key) != value]
     if changed:
         raise PotstillError(
@@ -160,65 +160,65 @@ def _check_state(recipe: Recipe, layout: Layout, state: dict[str, Any] | None) -
 
 
 def open_drafts(recipe: Recipe, parts: Parts, state: dict[str, Any] | None) -> Drafts:
-    policy, data = recipe.policy, parts.data
-    most = data.max_length - policy.sampling.max_new_tokens
+    rollouts, data = recipe.rollouts, parts.data
+    most = data.max_length - rollouts.sampling.max_new_tokens
 
     def prompter(tokenizer: Any) -> Prompter:
-        return Prompter(tokenizer, most=most, prompt_tokens=policy.prompt_tokens, kwargs=chat_kwargs(data))
+        return Prompter(tokenizer, most=most, prompt_tokens=rollouts.prompt_tokens, kwargs=chat_kwargs(data))
 
     prompters: dict[Kind, Prompter] = {"student": prompter(parts.student.tokenizer)}
     if parts.writer is not None:
         prompters["teacher"] = prompter(parts.writer.tokenizer)
-    rows = recipe.train.batch_size * policy.steps_per_generation
+    rows = recipe.train.batch_size * rollouts.steps_per_generation
     return Drafts(
         data,
-        policy,
+        rollouts,
         _encoder(recipe, parts),
         prompters,
         parts.student.tokenizer,
-        groups=rows // policy.num_generations,
+        groups=rows // rollouts.num_generations,
         seed=recipe.train.seed,
         epochs=recipe.train.epochs,
         state=state,
-        changed_data_ok=recipe.checkpoint.resume == "anyway",
+        changed_data_ok=recipe.checkpoint.resume == "force",
     )
 
 
 def open_engines(recipe: Recipe, parts: Parts, folder: Path, version: int) -> dict[Kind, Engine]:
-    policy, chats = recipe.policy, any(source.messages for source in recipe.data.sources)
+    rollouts, chats = recipe.rollouts, any(source.messages for source in recipe.data.sources)
     engines: dict[Kind, Engine] = {}
 
     def transformers(model: LanguageModel, who: str, copies: bool, autocast: Any) -> Engine:
         return TransformersEngine(
             model,
-            policy.sampling,
+            rollouts.sampling,
             stop_ids=stop_ids(model, chats),
-            batch_size=policy.engine.batch_size,
+            batch_size=rollouts.engine.batch_size,
             copies=copies,
             who=who,
             **({"autocast": autocast} if recipe.train.precision == "bf16" else {}),
         )
 
-    if policy.on_policy:
-        if policy.engine.kind == "vllm":
+    if rollouts.on_policy_fraction:
+        if rollouts.engine.kind == "vllm":
             engines["student"] = open_vllm(
                 parts.student,
-                policy,
+                rollouts,
                 stop_ids=stop_ids(parts.student, chats),
                 max_length=parts.data.max_length,
                 folder=folder / "vllm",
                 version=version,
             )
         else:
-            engines["student"] = transformers(parts.student, "the student", policy.overlaps, parts.autocast)
-    if policy.teacher_writes:
+            engines["student"] = transformers(parts.student, "the student", rollouts.overlaps, parts.autocast)
+    if rollouts.teacher_fraction:
         if parts.writer is None:
             raise PotstillError(
-                "policy.teacher_writes: the first teacher is a cache, which cannot write: give it as model"
+                "rollouts.teacher_fraction: the first teacher is a cache, which cannot write: give it as model"
             )
         if isinstance(parts.writer, RemoteOrigin):
             ends = tokenizer_stop_ids(parts.writer.tokenizer, chats)
-            engines["teacher"] = RemoteWriter(parts.writer, policy.sampling, ends)
+            engines["teacher"] = RemoteWriter(parts.writer, rollouts.sampling, ends)
         else:
             engines["teacher"] = transformers(parts.writer, "the teacher", False, parts.autocast)
     return engines
@@ -228,7 +228,7 @@ def count_steps(recipe: Recipe, parts: Parts, progress: Callable[[int], None]) -
     """How many optimizer steps the epochs of a recipe with written text have."""
     total = 0
     for draft in open_drafts(recipe, parts, None):
-        rows = sum(len(g.examples) if g.kind == "data" else recipe.policy.num_generations for g in draft.groups)
+        rows = sum(len(g.examples) if g.kind == "data" else recipe.rollouts.num_generations for g in draft.groups)
         total += -(-rows // recipe.train.batch_size)
         progress(total)
     return total
@@ -239,7 +239,7 @@ def _encoder(recipe: Recipe, parts: Parts) -> Encoder:
 
 
 def _seed(recipe: Recipe) -> int:
-    return recipe.train.seed if recipe.policy.sampling.seed is None else recipe.policy.sampling.seed
+    return recipe.train.seed if recipe.rollouts.sampling.seed is None else recipe.rollouts.sampling.seed
 
 
 class _Pending(Sequence[Sequence[Any]]):
@@ -270,7 +270,7 @@ def _ahead(
     def ready(batch: Batch) -> list[Any]:
         return [teacher.prepare(batch) for teacher in teachers]
 
-    def begun(window: Window) -> Prepared:
+    def begun(window: StepBatch) -> Prepared:
         return Prepared(window, _Pending([pool.submit(ready, batch) for batch in window.batches], interrupted))
 
     for windows in buffer:

@@ -16,12 +16,12 @@ from rich.console import Console
 from torch import Tensor
 
 from potstill.config import Recipe
+from potstill.config.recipe import load_recipe
+from potstill.config.sections import value_at
 from potstill.data import StoppedWaiting
 from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
-from potstill.recipe import load_recipe
-from potstill.sections import value_at
-from potstill.teachers.several import Prepared
-from potstill.teachers.weighing import ask, complete
+from potstill.teachers.combine import ask, complete
+from potstill.teachers.open import Prepared
 from potstill.training.checkpoint import Progress
 from potstill.training.diagnosis import Diverged, diagnose
 from potstill.training.feed import count_steps, open_feed
@@ -78,7 +78,7 @@ def train(
             try:
                 with clock.of("data"):
                     following = next(feed, None)
-                if following is None and recipe.policy.writes and recipe.train.epochs is not None:
+                if following is None and recipe.rollouts.writes and recipe.train.epochs is not None:
                     run.total_steps = run.step  # fewer than were counted: some answers had nothing in them
                     progress = replace(progress, total_steps=run.step)
                     if run.evaluation is None or run.evaluation["step"] != run.step:
@@ -170,7 +170,7 @@ def optimizer_step(recipe: Recipe, parts: Parts, step: Prepared, run: Run, clock
             sums += micro_sums
             stat_rows = 0  # a sample of the first micro-batch is enough
     with clock.of("optimizer"):
-        norm = torch.nn.utils.clip_grad_norm_(parts.module.parameters(), recipe.train.clip or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(parts.module.parameters(), recipe.train.max_grad_norm or math.inf)
         *totals, norm_value = read(torch.cat([sum_over_ranks(sums), norm.float().view(1)]))
         if not (math.isfinite(totals[0]) and math.isfinite(norm_value)):
             raise Diverged(diagnose(recipe.loss, parts, step, scaled, run.step + 1))
@@ -258,10 +258,10 @@ def _means(of: Mapping[str, float]) -> dict[str, float | None]:
 
 def _own(of: Mapping[str, float], divergence: str | None) -> dict[str, float]:
     """Means over the tokens that the student wrote itself."""
-    rows = of["own_rows"]
+    rows = of["on_policy_rows"]
     if not rows:
         return {}
-    means = {"behaviour_gap": of["behaviour_gap"] / rows}
+    means = {"sampling_logprob_gap": of["sampling_logprob_gap"] / rows}
     if divergence == SAMPLED:
         means |= {
             "ratio_mean": of["ratio"] / rows,

@@ -281,8 +281,9 @@ class CutPrompts(Callback):
         if cut > 0.5 * written and not self._said:
             self._said = True
             self._console.print(
-                f"step {run.step}: {cut:,} of {written:,.0f} prompts were cut, for data.max_length leaves no more room before "
-                "policy.sampling.max_new_tokens: raise the one or lower the other",
+                f"step {run.step}: {cut:,} of {written:,.0f} prompts were cut, for data.max_length leaves no more room "
+                "before "
+                "rollouts.sampling.max_new_tokens: raise the one or lower the other",
                 style="yellow",
                 highlight=False,
                 markup=False,
@@ -305,8 +306,8 @@ def evaluation_line(evaluation: Mapping[str, Any]) -> str:
     parts = [f"{evaluation['bits_per_byte']:.4f} bits per byte", f"perplexity {evaluation['perplexity']:.2f}"]
     if evaluation["kl"] is not None:
         parts += [f"KL to teacher {evaluation['kl']:.4f}", f"agreement {evaluation['agreement']:.1%}"]
-    if "own_reverse_kl" in evaluation:
-        parts.append(f"reverse KL on its own text {evaluation['own_reverse_kl']:.4f}")
+    if "on_policy_reverse_kl" in evaluation:
+        parts.append(f"reverse KL on its own text {evaluation['on_policy_reverse_kl']:.4f}")
     return "held-out: " + ", ".join([*parts, f"ECE {evaluation['ece']:.3f}"])
 
 
@@ -325,6 +326,6 @@ def watchers(recipe: Recipe, console: Console, warn: Warn) -> list[Callback]:
         (True, lambda: CutTexts(warn)),  # they end in reverse: after the last line of the display
         (True, lambda: Display(console, recipe.log.every)),
         (bool(recipe.teachers), lambda: Coverage(console)),
-        (recipe.policy.writes, lambda: CutPrompts(console, recipe.policy.num_generations)),
+        (recipe.rollouts.writes, lambda: CutPrompts(console, recipe.rollouts.num_generations)),
     ]
     return [make() for wanted, make in makers if wanted]

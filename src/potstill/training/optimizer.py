@@ -82,15 +82,16 @@ def _can_fuse(parameters: list[nn.Parameter]) -> bool:
 
 def lr_factor(step: int, total: int, config: LrScheduleConfig) -> float:
     """Share of the peak learning rate at 0-based `step` of `total`."""
-    if step < config.warmup:
-        return (step + 1) / (config.warmup + 1)
-    done = min(1.0, (step - config.warmup) / max(1, total - config.warmup - 1))  # 1 at the last step, total − 1
+    warmup = config.warmup_steps or round(config.warmup_ratio * total)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    done = min(1.0, (step - warmup) / max(1, total - warmup - 1))  # 1 at the last step, total − 1
     if config.shape == "constant":
         return 1.0
     if config.shape == "wsd":
         done = max(0.0, (done - (1 - config.decay)) / config.decay)
     shape = 0.5 + 0.5 * math.cos(math.pi * done) if config.shape == "cosine" else 1 - done
-    return config.floor + (1 - config.floor) * shape
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
 
 
 def set_lr(optimizers: list[Optimizer], factor: float) -> float:

@@ -14,17 +14,17 @@ from rich.console import Console
 from torch.optim import Optimizer
 
 from potstill.config import DataConfig, Recipe
-from potstill.data import Windows, check_lengths, count_windows, with_pieces
+from potstill.config.recipe import changed_keys, load_recipe, recipe_yaml
+from potstill.data import StepBatches, check_lengths, count_windows, with_pieces
 from potstill.evals.fidelity import complete, evaluation_batches
-from potstill.evals.own_text import OwnText
+from potstill.evals.on_policy import OnPolicyEval
 from potstill.evals.reference import measured_against, reference_of
 from potstill.files import json_lines, lock, remove_unfinished, write_text
 from potstill.models import LanguageModel, backbone, check_fit, difference, load_student
 from potstill.models.dropout import set_dropout
 from potstill.parallel.mesh import pick_device
-from potstill.recipe import changed_keys, load_recipe, recipe_yaml
+from potstill.teachers.open import TeacherSet, as_teachers_need, check_there, count_left, open_teachers
 from potstill.teachers.remote import RemoteOrigin
-from potstill.teachers.several import Faculty, as_teachers_need, check_there, count_left, open_teachers
 from potstill.training.checkpoint import Checkpoints, Progress, saved_steps
 from potstill.training.metrics import EVALS, METRICS
 from potstill.training.optimizer import make_optimizers
@@ -38,7 +38,7 @@ OTHER_FOLDER = "run= of a recipe, --out of the quickstart"
 # What may differ when a run goes on: it does not change the steps already taken.
 MAY_CHANGE = re.compile(
     r"train\.(steps|device):|checkpoint\.|eval[.:]|log\.|run:|data\.workers:|teachers\.\d+\.(server|remote\.(concurrency|timeout|"
-    r"patience|token)):|policy\.engine\.(server|folder|batch_size):"
+    r"retry_timeout|token)):|rollouts\.engine\.(server|folder|batch_size):"
 )
 
 
@@ -52,7 +52,7 @@ class Parts:
     teachers: Sequence[Teacher]
     optimizers: list[Optimizer]
     precision: str  # fp32 or bf16
-    windows: Callable[[dict[str, Any] | None], Windows]  # from a position in the data
+    windows: Callable[[dict[str, Any] | None], StepBatches]  # from a position in the data
     evaluate: Callable[..., dict[str, Any]]  # may be given when to stop waiting for a teacher
     data: DataConfig  # as the teachers need it
     recipe: Recipe  # with the size of the pieces, where that was measured
@@ -78,8 +78,9 @@ def open_run(recipe: Recipe, warn: Callable[[str], None]) -> tuple[Run, Checkpoi
         changed = [c for c in changed_keys(load_recipe(folder / RECIPE), recipe) if not MAY_CHANGE.match(c)]
         if changed:
             raise PotstillError(
-                f"{folder} holds a run with other settings ({'; '.join(changed)}): choose another folder ({OTHER_FOLDER}), or "
-                "go on with the new settings with checkpoint.resume=anyway"
+                f"{folder} holds a run with other settings ({'; '.join(changed)}): choose another folder "
+                f"({OTHER_FOLDER}), or "
+                "go on with the new settings with checkpoint.resume=force"
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,7 @@ def as_begun(recipe: Recipe) -> Recipe:
     try:
         pieces = {"piece_bytes": load_recipe(saved).data.piece_bytes}
     except PotstillError:
-        if recipe.checkpoint.resume == "anyway":
+        if recipe.checkpoint.resume == "force":
             return recipe
         raise
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=pieces)})
@@ -132,20 +133,21 @@ def assemble(recipe: Recipe) -> Parts:
         pieces = {"piece_bytes": measured.piece_bytes}
         data, recipe = measured, recipe.model_copy(update={"data": recipe.data.model_copy(update=pieces)})
     # A data set of which only the prompts are read may be as long as it likes.
-    lengths = check_lengths(data, student.tokenizer) if recipe.policy.data_share else []
-    faculty = open_teachers(recipe.teachers, student, data, recipe.loss, device)
+    lengths = check_lengths(data, student.tokenizer) if recipe.rollouts.data_share else []
+    teacher_set = open_teachers(recipe.teachers, student, data, recipe.loss, device)
     for who, language_model in [
         ("the student", student),
-        *((f"the teacher {t.name}", t.language_model) for t in faculty.live),
+        *((f"the teacher {t.name}", t.language_model) for t in teacher_set.live),
     ]:
         check_fit(data, "data", who, language_model)
         if recipe.eval is not None:
             check_fit(recipe.eval.data, "eval.data", who, language_model)
-    _check_writes(recipe, data, student, faculty.writer)
+    _check_writes(recipe, data, student, teacher_set.writer)
     if recipe.train.gradient_checkpointing:
         if not student.model.supports_gradient_checkpointing:
             raise PotstillError(
-                f"train.gradient_checkpointing: transformers has none for {student.model.config.model_type} models: set it to "
+                f"train.gradient_checkpointing: transformers has none for {student.model.config.model_type} models: set "
+                "it to "
                 "false"
             )
         student.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -153,12 +155,12 @@ def assemble(recipe: Recipe) -> Parts:
         backbone(student.model).compile()
     module = StudentLoss(student).train()
     optimizers = make_optimizers(student.model, student.model.get_output_embeddings(), recipe.train.optimizer)
-    own_text = _own_text(recipe, student, faculty)
-    reference, notes = reference_of(recipe.teachers, faculty, student, recipe.eval)
+    on_policy_eval = _on_policy_eval(recipe, student, teacher_set)
+    reference, notes = reference_of(recipe.teachers, teacher_set, student, recipe.eval)
     held_out: list[Batch] = []
 
-    def windows(state: dict[str, Any] | None) -> Windows:
-        return Windows(
+    def windows(state: dict[str, Any] | None) -> StepBatches:
+        return StepBatches(
             data,
             student.tokenizer,
             batch_size=recipe.train.batch_size,
@@ -166,7 +168,7 @@ def assemble(recipe: Recipe) -> Parts:
             seed=recipe.train.seed,
             epochs=recipe.train.epochs,
             state=state,
-            changed_data_ok=recipe.checkpoint.resume == "anyway",
+            changed_data_ok=recipe.checkpoint.resume == "force",
         )
 
     def evaluate_student(interrupted: Callable[[], bool] = lambda: False) -> dict[str, Any]:
@@ -174,8 +176,8 @@ def assemble(recipe: Recipe) -> Parts:
         if not held_out:
             held_out.extend(evaluation_batches(recipe.eval.data, student, recipe.eval.batch_size, recipe.eval.examples))
         result = measured_against(reference, student, held_out, device, interrupted)
-        if own_text is not None:
-            result |= own_text()
+        if on_policy_eval is not None:
+            result |= on_policy_eval()
         return {**result, "samples": complete(student, recipe.eval.prompts, recipe.eval.max_new_tokens)}
 
     precision = recipe.train.precision
@@ -183,27 +185,27 @@ def assemble(recipe: Recipe) -> Parts:
         device,
         student,
         module,
-        faculty.teachers,
+        teacher_set.teachers,
         optimizers,
         precision,
         windows,
         evaluate_student,
         data,
         recipe,
-        writer=faculty.writer,
-        writer_shares_tokens=faculty.writer is not None
-        and difference(student.tokenizer, faculty.writer.tokenizer) is None,
-        identities=faculty.identities,
-        notes=[*student.notes, *dropout_notes, *faculty.notes, *lengths, *notes],
+        writer=teacher_set.writer,
+        writer_shares_tokens=teacher_set.writer is not None
+        and difference(student.tokenizer, teacher_set.writer.tokenizer) is None,
+        identities=teacher_set.identities,
+        notes=[*student.notes, *dropout_notes, *teacher_set.notes, *lengths, *notes],
     )
 
 
 def _check_writes(recipe: Recipe, data: DataConfig, student: LanguageModel, teacher: Any) -> None:
     """Keys and values that were computed with the factors for short texts do not fit those for long ones."""
-    writers = [("data", data, "the student", student)] if recipe.policy.on_policy else []
-    if recipe.policy.teacher_writes and isinstance(teacher, LanguageModel):
+    writers = [("data", data, "the student", student)] if recipe.rollouts.on_policy_fraction else []
+    if recipe.rollouts.teacher_fraction and isinstance(teacher, LanguageModel):
         writers.append(("data", data, "the teacher", teacher))
-    if recipe.eval is not None and recipe.eval.own_texts:
+    if recipe.eval is not None and recipe.eval.on_policy_samples:
         writers.append(("eval.data", recipe.eval.data, "the student", student))
     for key, text, who, writer in writers:
         short = writer.short_positions
@@ -216,7 +218,7 @@ def _check_writes(recipe: Recipe, data: DataConfig, student: LanguageModel, teac
 
 def _set_dropout(recipe: Recipe, student: LanguageModel) -> list[str]:
     """As the recipe says; what is worth a word."""
-    probability, own = recipe.student.dropout, recipe.policy.on_policy > 0
+    probability, own = recipe.student.dropout, recipe.rollouts.on_policy_fraction > 0
     if probability is None and own:
         probability = 0.0
     if probability is None:
@@ -224,8 +226,9 @@ def _set_dropout(recipe: Recipe, student: LanguageModel) -> list[str]:
     changed = ", ".join(f"{each:g}" for each in set_dropout(student.model, probability))
     if probability and own:
         return [
-            f"student.dropout: {probability:g} is on while the student trains and off while it writes, so what it says of its "
-            "own text differs between the two (behaviour_gap): 0 takes the difference away"
+            f"student.dropout: {probability:g} is on while the student trains and off while it writes, so what it says "
+            "of its "
+            "own text differs between the two (sampling_logprob_gap): 0 takes the difference away"
         ]
     if not changed:
         return []
@@ -233,20 +236,21 @@ def _set_dropout(recipe: Recipe, student: LanguageModel) -> list[str]:
     return [f"student.dropout: the student is trained with {probability:g} in place of its own {changed}{why}"]
 
 
-def _own_text(recipe: Recipe, student: LanguageModel, faculty: Faculty) -> OwnText | None:
-    if recipe.eval is None or not recipe.eval.own_texts:
+def _on_policy_eval(recipe: Recipe, student: LanguageModel, teacher_set: TeacherSet) -> OnPolicyEval | None:
+    if recipe.eval is None or not recipe.eval.on_policy_samples:
         return None
-    if not faculty.live:
+    if not teacher_set.live:
         raise PotstillError(
-            "eval.own_texts needs a live teacher (model) with the student's tokenizer to be compared with: set it to 0"
+            "eval.on_policy_samples needs a live teacher (model) with the student's tokenizer to be compared with: set "
+            "it to 0"
         )
-    return OwnText(
+    return OnPolicyEval(
         student,
-        faculty.live[0],
+        teacher_set.live[0],
         recipe.eval.data,
-        texts=recipe.eval.own_texts,
-        prompt_tokens=recipe.policy.prompt_tokens,
-        max_new_tokens=recipe.policy.sampling.max_new_tokens,
+        texts=recipe.eval.on_policy_samples,
+        prompt_tokens=recipe.rollouts.prompt_tokens,
+        max_new_tokens=recipe.rollouts.sampling.max_new_tokens,
         batch_size=recipe.eval.batch_size,
     )
 
@@ -261,7 +265,7 @@ def resume(
     found = checkpoints.newest()
     if found is None:
         total = recipe.train.steps or _count_steps(recipe, parts, console, count_written)
-        if not recipe.policy.writes and not any(source.streaming for source in parts.data.sources):
+        if not recipe.rollouts.writes and not any(source.streaming for source in parts.data.sources):
             check_there(lambda: parts.windows(None), parts.teachers, total)
         progress = Progress(0, 0, None, {}, total, None, None, teachers=parts.identities)
     else:
@@ -275,8 +279,9 @@ def resume(
         if changed and recipe.checkpoint.resume == "auto":
             raise PotstillError(
                 f"the run in {run.folder} began with another model behind its server ({progress.teachers}, now "
-                f"{parts.identities}): start the one it had again, choose another folder with run=, or go on all the same with "
-                "checkpoint.resume=anyway"
+                f"{parts.identities}): start the one it had again, choose another folder with run=, or go on all the "
+                "same with "
+                "checkpoint.resume=force"
             )
         load_state(path, parts.module, parts.optimizers)
         if recipe.train.steps is not None:
@@ -304,7 +309,7 @@ def _count_steps(recipe: Recipe, parts: Parts, console: Console, count_written: 
         def progress(steps: int) -> None:
             status.update(f"counting the steps of train.epochs: {steps:,} …")
 
-        if recipe.policy.writes:
+        if recipe.rollouts.writes:
             return count_written(recipe, parts, progress)
         if any(teacher.on_missing == "skip" for teacher in recipe.teachers):
             return count_left(parts.windows(None), parts.teachers, progress)

@@ -74,7 +74,8 @@ def _load(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) 
         tensors |= {name: tensor for values in by_parameter.values() for name, tensor in values.items()}
     if misfit := _misfit(tensors, stored, beside):
         raise PotstillError(
-            f"checkpoint {checkpoint} does not fit this recipe's student and optimizer ({misfit}): choose another folder with "
+            f"checkpoint {checkpoint} does not fit this recipe's student and optimizer ({misfit}): choose another "
+            "folder with "
             "run="
         )
     _read(state, {name: tensor for name, tensor in tensors.items() if name in stored})

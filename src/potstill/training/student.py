@@ -17,13 +17,13 @@ from potstill.losses import (
     chosen_logprobs,
     compare_rows,
     fused_linear_kd,
-    sampled_reverse_kl,
+    policy_gradient_kl,
     shared_mass,
 )
 from potstill.models import LanguageModel
-from potstill.types import Batch, ChosenTarget, CrossTarget, SampledTarget, Spelling, Target, TopKTarget
+from potstill.types import Batch, CrossTarget, SampledTarget, Spelling, Target, TokenLogprobsTarget, TopKTarget
 
-SAMPLED = "sampled_reverse_kl"  # the divergence that learns from the tokens the student drew
+SAMPLED = "policy_gradient_kl"  # the divergence that learns from the tokens the student drew
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LossKnobs:
 # What a forward pass sums up for the log, in this order.
 SUMS = (
     "loss", "kd", "ce", "stat_rows", "kl", "teacher_entropy", "student_entropy", "agreement", "shared_rows", "shared_mass",
-    "own_rows", "behaviour_gap", "ratio", "clipped", "advantage",
+    "on_policy_rows", "sampling_logprob_gap", "ratio", "clipped", "advantage",
 )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ class StudentLoss(nn.Module):
             sums[10:15] = _own_sums(out.ce, batch.rows.behaviour, score)
         if stat_rows and len(batch.rows):
             teacher = targets[0][1] if targets else None
-            if isinstance(teacher, CrossTarget | ChosenTarget) or (
+            if isinstance(teacher, CrossTarget | TokenLogprobsTarget) or (
                 knobs.temperature != 1.0 and not isinstance(teacher, DenseTarget)
             ):
                 teacher = None  # other tokens, no distribution, or one truncated at the loss's T: the log is at T = 1
@@ -139,7 +139,7 @@ def _by_draws(
         return fused_linear_kd(head.hidden, head.weight, None, ce_weight=plain, **options), None
     with torch.no_grad():
         logq = -fused_linear_kd(head.hidden, head.weight, None, **options).ce
-    score = sampled_reverse_kl(
+    score = policy_gradient_kl(
         logq,
         [(share, chosen_logprobs(target, batch.rows.labels)) for share, target in targets],
         behaviour,

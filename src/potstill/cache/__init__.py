@@ -1,0 +1,1 @@
+"""A teacher's signal on disk."""

@@ -1,0 +1,213 @@
+"""Where a teacher's signal is computed: by a model in this process, or behind a server (remote.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from potstill.cache.codec import DTYPES, LARGEST_VOCABULARY, Format, Signal
+from potstill.cache.reading import dtype_name, fingerprints
+from potstill.cache.signal import signal_of, uniforms
+from potstill.config import StoreConfig
+from potstill.data import collate
+from potstill.models import LanguageModel
+from potstill.types import Batch, DenseTarget, Example, PotstillError
+
+CLOSE = 0.1  # nats, on average: two ways to compute one distribution in few bits differ by less, two positions by more
+HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a teacher is, as a cache records it and as a server must not change it."""
+
+    name: str
+    revision: str | None  # of the hub
+    weights: str
+    dtype: str
+    tokenizer: str
+    template: str | None
+
+
+class Origin(Protocol):
+    """Computes a teacher's signal."""
+
+    tokenizer: Any
+    positions: int | None  # that it can read
+    identity: Identity
+    # Log-probabilities of a text, where nothing else tells a served model from another of its name
+    probe: Sequence[float] | None
+    at_once: int  # batches that may be under way
+    ahead: bool  # asked on the thread that prepares the next step: it does not need this process's device
+
+    def format(self, store: StoreConfig) -> Format:
+        """What a cache of it would hold; an error where it cannot give that."""
+        ...
+
+    def head(self, width: int) -> DenseTarget:
+        """Its output head over so many ids, without hidden states."""
+        ...
+
+    def begin(self, form: Format, examples: Sequence[Example]) -> Callable[[], Signal]:
+        """Start on some documents, each with something to predict; what is given back waits for their rows."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LiveOrigin:
+    """A model in this process."""
+
+    probe: Sequence[float] | None = None
+    at_once = 1
+    ahead = False
+
+    def __init__(self, teacher: LanguageModel, name: str) -> None:
+        self.teacher = teacher
+        self.tokenizer, self.positions = teacher.tokenizer, teacher.positions
+        self.identity = identity_of_model(teacher, name)
+
+    def format(self, store: StoreConfig) -> Format:
+        return format_of(store, self.teacher)
+
+    def head(self, width: int) -> DenseTarget:
+        return self.teacher.at_rows(torch.empty(0), width)
+
+    def begin(self, form: Format, examples: Sequence[Example]) -> Callable[[], Signal]:
+        found = signal_of_examples(self.teacher, form, examples)
+        return lambda: found
+
+    def close(self) -> None:
+        """It keeps nothing."""
+
+
+def identity_of_model(teacher: LanguageModel, name: str) -> Identity:
+    found = fingerprints(teacher)
+    revision = vars(teacher.model.config).get("_commit_hash")  # null: not from the hub
+    return Identity(name, revision, found.weights, dtype_name(teacher.model.dtype), found.tokenizer, found.template)
+
+
+@torch.no_grad()
+def signal_of_examples(
+    teacher: LanguageModel,
+    form: Format,
+    examples: Sequence[Example],
+    given: Sequence[npt.NDArray[np.int32]] | None = None,
+) -> dict[str, npt.NDArray[Any]]:
+    """Of the predicted tokens of some documents in the teacher's tokens, in order. `given`: of each, ids to look up [R, K]."""
+    batch = collate([[example] for example in examples], pad_id=0).to(teacher.model.device)
+    hidden = teacher.hidden(batch, batch.rows.teacher)
+    _check_rows(torch.isfinite(hidden).all(-1).cpu().numpy(), "hidden states", batch)
+    random = None
+    if draws := form.num_samples or form.tail_samples:
+        random = np.concatenate([uniforms(form.seed, e.key, e.supervised_tokens, draws) for e in examples])
+    wanted = None if given is None else np.concatenate(given)
+    found = signal_of(form, teacher.at_rows(hidden, form.vocabulary), batch.rows.labels, random, wanted)
+    for values in found.values():
+        if values.dtype.kind == "f":
+            _check_rows(~np.isnan(values).reshape(len(values), -1).any(-1), "probabilities", batch)
+    return found
+
+
+def _check_rows(sound: npt.NDArray[np.bool_], what: str, batch: Batch) -> None:
+    if sound.all():
+        return
+    ends = np.cumsum([example.supervised_tokens for example in batch.examples])
+    example = batch.examples[int(np.searchsorted(ends, int(np.argmin(sound)), side="right"))]
+    raise PotstillError(
+        f"the teacher's {what} are not finite in {example.source} ({example.key}): try dtype float32, or another teacher; "
+        "nothing of this batch is in the cache"
+    )
+
+
+def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
+    width = teacher.model.get_output_embeddings().weight.shape[1]
+    return format_for(store, teacher.vocabulary, width, dtype_name(teacher.model.dtype))
+
+
+def format_for(store: StoreConfig, vocabulary: int, width: int, dtype: str) -> Format:
+    """What a cache holds of a teacher with so many ids, and with hidden states of that width and dtype."""
+    if vocabulary > LARGEST_VOCABULARY:
+        raise PotstillError(
+            f"a cache holds vocabularies of up to {LARGEST_VOCABULARY:,} ids; the teacher's has {vocabulary:,}"
+        )
+    if store.kind in ("sampled", "token_logprobs") and set(store.temperatures) != {1.0}:
+        raise PotstillError(
+            f"the cache's temperatures: what kind {store.kind} keeps is at temperature 1: leave them out, or choose "
+            "kind top_k "
+            "or hidden"
+        )
+    if store.kind == "top_k" and store.k > vocabulary:
+        raise PotstillError(
+            f"the cache's k is {store.k} and the teacher has {vocabulary} ids: choose a k of at most that"
+        )
+    if store.kind == "top_k":
+        if store.tail_samples and store.k == vocabulary:
+            raise PotstillError(
+                f"the cache's k is all of the teacher's {vocabulary} ids: there is no rest to draw from"
+            )
+        temperatures = tuple(sorted(set(store.temperatures)))
+        if store.tail_samples and 1.0 not in temperatures:
+            raise PotstillError(
+                "the cache's rest: draws from the rest are at temperature 1, and a loss at another cannot use them: add 1 to "
+                "temperatures, or leave rest out"
+            )
+        seed = store.seed if store.tail_samples else 0
+        return Format(
+            "top_k", vocabulary, k=store.k, temperatures=temperatures, tail_samples=store.tail_samples, seed=seed
+        )
+    if store.kind == "sampled":
+        return Format("sampled", vocabulary, num_samples=store.num_samples, seed=store.seed)
+    if store.kind == "hidden":
+        return Format("hidden", vocabulary, width=width, dtype=dtype if dtype in DTYPES else "float32")
+    return Format("token_logprobs", vocabulary)
+
+
+def save_head(head: DenseTarget, path: Path) -> None:
+    """A head without hidden states as a file; `read_head` has it again."""
+    assert head.weight is not None
+    tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
+    if any(tensor.isnan().any() for tensor in tensors.values()):
+        raise PotstillError("the teacher's head has numbers that are none (NaN): take another teacher")
+    numbers = {"softcap": head.softcap, "logit_scale": head.logit_scale}
+    metadata = {key: repr(value) for key, value in numbers.items() if value is not None}
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    safetensors.torch.save_file(tensors, path, metadata)
+
+
+def read_head(
+    tensors: Mapping[str, Tensor], about: Mapping[str, str], rows: int | None, width: int | None = None
+) -> DenseTarget:
+    """What `save_head` wrote, over so many ids (None: all), of hidden states of that width. ValueError: what is wrong."""
+    weight, bias = tensors.get("weight"), tensors.get("bias")
+    if weight is None or not set(tensors) <= {"weight", "bias"}:
+        raise ValueError(
+            f"it has {', '.join(sorted(tensors)) or 'nothing'} where weight, and perhaps bias, were expected"
+        )
+    for name, tensor in tensors.items():
+        if tensor.dtype not in HEAD_DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}")
+    found = list(weight.shape)
+    rows = found[0] if rows is None and found else rows
+    if len(found) != 2 or found[0] < (rows or 0) or (width is not None and found[1] != width):
+        raise ValueError(f"weight is {found} where {[rows, 'any' if width is None else width]} was expected")
+    if bias is not None and list(bias.shape) != found[:1]:
+        raise ValueError(f"bias is {list(bias.shape)} where {found[:1]} was expected")
+    if not weight.isfinite().all() or (bias is not None and bias.isnan().any()):
+        raise ValueError("there are numbers in it that are not finite")
+    numbers = {name: float(about[name]) for name in ("softcap", "logit_scale") if name in about}
+    for name, value in numbers.items():
+        if not 0 < value < np.inf:
+            raise ValueError(f"{name} is {value}")
+    softcap, scale = numbers.get("softcap"), numbers.get("logit_scale", 1.0)
+    return DenseTarget(
+        weight=weight[:rows], bias=None if bias is None else bias[:rows], softcap=softcap, logit_scale=scale
+    )

@@ -1,0 +1,209 @@
+"""Documents of a cache as training asks for them; with a model or a server beside it, what it lacks is computed and added."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import safetensors
+import torch
+
+from potstill.cache.build import BATCH_TOKENS, CacheWriter
+from potstill.cache.codec import Document, Format, blank, from_bytes
+from potstill.cache.manifest import HEAD, part, tokenizer_of
+from potstill.cache.origin import read_head
+from potstill.cache.reading import piece_of
+from potstill.cache.scored import Documents
+from potstill.cache.store import Cache
+from potstill.cache.verify import coverage
+from potstill.config import DataConfig
+from potstill.data import Piece
+from potstill.models import load_tokenizer
+from potstill.types import Batch, DenseTarget, Example, PotstillError
+
+
+class SignalSource(Protocol):
+    """Where documents of a teacher come from: a cache (CacheReader), or a server (remote.RemoteSource)."""
+
+    form: Format
+    ahead: int  # as the Teacher's
+
+    def missing(self, batch: Batch) -> Sequence[int]:
+        """Examples that it has not, and that are to be left out."""
+        ...
+
+    def documents(self, examples: Sequence[Example]) -> Documents | None:
+        """What the teacher says about them, on another thread; None: some of it is to be computed first, on the device."""
+        ...
+
+    def compute(self, examples: Sequence[Example]) -> None:
+        """What `documents` did not find."""
+        ...
+
+    def head(self, device: torch.device, width: int) -> DenseTarget:
+        """The teacher's own, over so many ids; of kind hidden."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class CacheReader:
+    """`piece`: what the teacher reads of an example. `own_ids`: its tokens are the student's, so that a text that a model wrote
+    is read in the tokens it was written in, which no tokenizer gives back from the text."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        skip_missing: bool = False,
+        writer: CacheWriter | None = None,
+        data: DataConfig | None = None,
+        piece: Callable[[Example], Piece] = piece_of,
+        own_ids: bool = True,
+    ) -> None:
+        cache.check_files()
+        self.cache = cache
+        self.form = cache.form
+        self.ahead = writer.origin.at_once if writer is not None and writer.origin.ahead else 1
+        self._own_ids = own_ids
+        self._claiming = threading.Lock()
+        self._claimed: dict[str, threading.Event] = {}  # documents under way, and what is set when they are there
+        self._skip = skip_missing
+        self._writer = writer
+        self._data = data
+        self._piece = piece
+        self._heads: dict[tuple[torch.device, int], DenseTarget] = {}
+
+    @property
+    def fixed(self) -> bool:
+        """Whether a document that is missing is an error: nobody is to compute it, or to leave it out."""
+        return self._writer is None and not self._skip
+
+    def head(self, device: torch.device, width: int) -> DenseTarget:
+        """The teacher's own, over so many ids; of a cache of hidden states."""
+        if (device, width) not in self._heads:
+            self._heads[device, width] = load_head(self.cache.folder, width).to(device)
+        return self._heads[device, width]
+
+    def missing(self, batch: Batch) -> Sequence[int]:
+        if not self._skip:
+            return ()
+        found = self.cache.find([example.key for example in batch.examples])
+        return [i for i, at in enumerate(found) if at < 0]
+
+    def check_there(self, examples: Sequence[Example]) -> None:
+        """An error where one of them is missing."""
+        asked = [example for example in examples if example.supervised.any()]
+        found = self.cache.find([example.key for example in asked])
+        if (found < 0).any():
+            raise self._missing(asked[int(np.argmax(found < 0))])
+
+    def documents(self, examples: Sequence[Example]) -> list[Document] | None:
+        """None: some of them are still to be computed."""
+        if self._writer is not None:
+            self._writer.flush_if_due()
+        found = self._found(examples)
+        there = [document for document in found if document is not None]
+        if len(there) == len(found):
+            return there
+        if self._writer is None:
+            raise self._missing(examples[found.index(None)])
+        if self._writer.origin.ahead:
+            self.compute(examples)
+            return [document for document in self._found(examples) if document is not None]
+        return None
+
+    def compute(self, examples: Sequence[Example]) -> None:
+        """What is not there. Nothing, when it has been computed since for another batch, or by another process. Several threads
+        may prepare: each asks for what no other has claimed, and waits for all of its own."""
+        asked: set[str] = set()
+        while missing := [e for e, there in zip(examples, self._found(examples), strict=True) if there is None]:
+            with self._claiming:
+                others = [self._claimed[e.key] for e in missing if e.key in self._claimed]
+                unique = {e.key: e for e in missing if e.key not in self._claimed}
+                there = self._found(list(unique.values()))  # what another thread has finished since
+                unique = {e.key: e for e, found in zip(unique.values(), there, strict=True) if found is None}
+                assert asked.isdisjoint(unique), "what was added is not found"
+                asked |= unique.keys()
+                done = threading.Event()
+                self._claimed |= dict.fromkeys(unique, done)
+                try:
+                    begun = self._begin(list(unique.values()))
+                except BaseException:
+                    self._release(unique, done)
+                    raise
+            try:
+                for one in begun:
+                    one.result()
+            finally:
+                with self._claiming:
+                    self._release(unique, done)
+            for other in others:  # where it fails, the next round asks for it again
+                other.wait()
+
+    def _begin(self, examples: Sequence[Example]) -> list[Future[None]]:
+        assert self._writer is not None
+        # In parts of like lengths: one long document among short ones would pad all of them to its length.
+        tokens = min(sum(len(example.ids) for example in examples), BATCH_TOKENS)
+        written = [e for e in examples if e.writer is not None and self._own_ids]
+        pieces = [self._piece(e) for e in examples if e.writer is None or not self._own_ids]
+        return self._writer.start(pieces, written, tokens)
+
+    def _release(self, keys: Iterable[str], done: threading.Event) -> None:
+        for key in keys:
+            del self._claimed[key]
+        done.set()
+
+    def tokenizer(self) -> Any:
+        return load_tokenizer(str(tokenizer_of(self.cache.folder)), "cache")
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close(abandoned=True)
+
+    def _found(self, examples: Sequence[Example]) -> list[Document | None]:
+        """None: it is not there."""
+        found = self.cache.documents([example.key for example in examples])
+        for i, example in enumerate(examples):
+            if not example.supervised.any():  # its document was left out
+                found[i] = blank(self.cache.form)
+            elif found[i] is None and self._writer is not None:
+                found[i] = self._waiting(self._writer, example.key)
+        missing = [i for i, document in enumerate(found) if document is None]
+        if missing and self._writer is not None:
+            # What has just been written waits no more, and other processes write too.
+            self.cache.refresh()
+            for i, document in zip(missing, self.cache.documents([examples[i].key for i in missing]), strict=True):
+                found[i] = document
+        return found
+
+    def _waiting(self, writer: CacheWriter, key: str) -> Document | None:
+        tokens, data = writer.writer.waiting.get(key, (0, b""))
+        return from_bytes(self.cache.form, np.frombuffer(data, dtype=np.uint8), tokens) if data else None
+
+    def _missing(self, example: Example) -> PotstillError:
+        named = f"{example.source or 'a document'} ({example.key})"
+        counted = ""
+        if self._data is not None and not any(source.streaming for source in self._data.sources):
+            found = coverage(self.cache, self._data, self.tokenizer())
+            counted = f"; {found.missing:,} of the {found.documents:,} documents of data are not in it"
+        return PotstillError(
+            f"the cache {self.cache.folder} has no document {named}{counted}: add what is missing with `potstill cache build "
+            f"RECIPE --out {self.cache.folder}`, or leave it out with on_missing: skip"
+        )
+
+
+def load_head(folder: Path, width: int | None = None) -> DenseTarget:
+    path = part(folder, HEAD)
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return read_head(tensors, file.metadata() or {}, width)
+    except (OSError, safetensors.SafetensorError, ValueError) as error:
+        raise PotstillError(
+            f"cannot read {path} ({error}): run `potstill cache build` again, which writes it anew"
+        ) from error

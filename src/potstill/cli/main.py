@@ -1,0 +1,318 @@
+"""The command line: one thin function a command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+import typer.core
+from rich.console import Console
+
+from potstill import __version__
+from potstill.cli.cache import DATA, AnyDtype, BatchTokens, Device, Json, TrustRemoteCode, cache_app
+from potstill.cli.unforeseen import EXIT_CODE, Unforeseen, explain, stdout_is_gone, traces_in
+from potstill.types import PotstillError
+
+READER_LEFT = 141  # as of a process that SIGPIPE ended
+
+
+class _Commands(typer.core.TyperGroup):
+    """Typer takes some errors for its own (a socket's broken pipe, a file that ends too early): they go past it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with traces_in(None):
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    name="potstill",
+    cls=_Commands,
+    help="Distil a teacher language model into a student.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="rich",
+)
+
+app.add_typer(cache_app, name="cache")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error, not only its sentence.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Distil a teacher language model into a student."""
+    # What libraries say about themselves would drown what potstill says about the run.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option(help="Folder for the two runs and the report.")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option(help="Seed of the student's first weights and of the order of the text.")] = 0,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 400,
+) -> None:
+    """Distil the shipped teacher into a small student and compare it with one trained on the text alone."""
+    from potstill.cli.quickstart import quickstart as run_quickstart
+
+    run_quickstart(out, seed=seed, steps=steps)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe; docs/recipe.md lists its keys.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …, over the recipe's own.")] = None,
+) -> None:
+    """Run a recipe, or go on with it where it stopped.
+
+    Example: potstill train recipes/distil.yaml train.steps=200 run=runs/short
+    """
+    from potstill import train as run_recipe
+    from potstill.config.recipe import load_recipe
+
+    checked = load_recipe(recipe, overrides or [])
+    with traces_in(Path(checked.run)):
+        run = run_recipe(checked)
+    console = Console(soft_wrap=True)
+    if run.stopped_by:
+        console.print(
+            f"stopped by {run.stopped_by} at step {run.step}; the same command goes on from there", highlight=False
+        )
+        raise typer.Exit(run.exit_code)
+    console.print(f"student: {run.model}", highlight=False, markup=False)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Model folder, shipped:NAME or hub id.")],
+    data: Annotated[
+        list[str], typer.Option(help="Files (jsonl, parquet, arrow, txt; globs), or a data set folder or name.")
+    ],
+    teacher: Annotated[
+        str | None, typer.Option(help="Measure KL and agreement against this model, server (http://…) or cache folder.")
+    ] = None,
+    token_env: Annotated[
+        str | None, typer.Option(help="With a server: environment variable with its bearer token.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Of the weights; default: float32, and the teacher's as saved."),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    text: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
+    messages: Annotated[str | None, typer.Option(help="Column with chats, instead of --text.")] = None,
+    prompt_column: Annotated[str | None, typer.Option(help="Column with prompts, with --completion-column.")] = None,
+    completion_column: Annotated[str | None, typer.Option(help="Column with completions, which are scored.")] = None,
+    split: Annotated[str, typer.Option(help="Split of a data set.")] = "train",
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Longest window in tokens; default: what the models can read, at most 1024.", min=1),
+    ] = None,
+    piece_bytes: Annotated[
+        int | None, typer.Option(help="Cut texts into pieces of so many bytes; default: 4096.", min=1)
+    ] = None,
+    examples: Annotated[int | None, typer.Option(help="Use only the first so many examples.", min=1)] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows per forward pass.", min=1)] = 8,
+    packing: Annotated[bool, typer.Option(help="Several documents a row.")] = True,
+    prompt: Annotated[list[str] | None, typer.Option(help="Also complete this beginning; may be repeated.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Length of the completions.")] = 64,
+    device: Device = "auto",
+    json_out: Json = False,
+) -> None:
+    """Bits per byte, perplexity, calibration, and closeness to a teacher, on given text."""
+    from potstill.evals.command import evaluate_model, source_of
+
+    evaluate_model(
+        model,
+        teacher=teacher,
+        token_env=token_env,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        source=source_of(
+            data, text=text, messages=messages, prompt=prompt_column, completion=completion_column, split=split
+        ),
+        max_length=max_length,
+        piece_bytes=piece_bytes,
+        packing=packing,
+        examples=examples,
+        batch_size=batch_size,
+        prompts=prompt or [],
+        max_new_tokens=max_new_tokens,
+        device_name=device,
+        as_json=json_out,
+    )
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="Model folder, shipped:NAME or hub id.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0: all of this machine's; ::, with IPv6.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0: any that is free.", min=0, max=65535)] = 8471,
+    token_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the bearer token that clients must send.")
+    ] = None,
+    dtype: Annotated[AnyDtype, typer.Option(help="Of the model's weights.")] = "auto",
+    device: Device = "auto",
+    revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    max_body_mb: Annotated[float, typer.Option(help="Largest request.", min=0.001)] = 64.0,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest document; default: what the model reads.")] = None,
+    max_answer_mb: Annotated[float, typer.Option(help="Largest answer.", min=0.001)] = 1024.0,
+    max_memory_mb: Annotated[
+        float,
+        typer.Option(
+            help="Requests and answers held at once; then slow clients make room, or one gets 503.", min=0.001
+        ),
+    ] = 2048.0,
+    max_connections: Annotated[
+        int, typer.Option(help="Clients at once; the one that was silent longest makes room.", min=1)
+    ] = 512,
+    client_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a client may be behind 1 Mbit/s, as it sends a request or reads its answer.", min=0.1
+        ),
+    ] = 30.0,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Without --token-env: a name by which clients reach it, besides localhost, numeric addresses, --host and this "
+            "machine's own name; may be repeated; *: any. Others get 421: a web page could have its name resolve here."
+        ),
+    ] = None,
+    batch_tokens: BatchTokens = None,
+) -> None:
+    """Score text for students that train elsewhere: a teacher as an HTTP server.
+
+    Example: potstill serve shipped:teacher --port 8471
+    """
+    from potstill.serving.options import ServeOptions
+    from potstill.serving.server import serve as run_server
+
+    run_server(
+        model,
+        ServeOptions(
+            host=host,
+            port=port,
+            token_env=token_env,
+            max_body_mb=max_body_mb,
+            max_tokens=max_tokens,
+            batch_tokens=batch_tokens,
+            max_answer_mb=max_answer_mb,
+            version=__version__,
+            max_memory_mb=max_memory_mb,
+            max_connections=max_connections,
+            client_timeout=client_timeout,
+            allowed_hosts=allowed_host or [],
+        ),
+        dtype=dtype,
+        device_name=device,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+@app.command()
+def align(
+    student: Annotated[
+        str, typer.Argument(metavar="A", help="The student's tokenizer: folder, shipped:NAME or hub id.")
+    ],
+    teacher: Annotated[str, typer.Argument(metavar="B", help="The teacher's.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FILE]…", help=f"Statistics of a corpus, and its worst places. {DATA}"),
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="A text to show token by token.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Try the losses on this pair: what must hold, holds.")] = False,
+    column: Annotated[str | None, typer.Option(help="With FILE: column with the text.")] = None,
+    split: Annotated[str, typer.Option(help="With FILE: split of a data set.")] = "train",
+    html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
+    json_out: Json = False,
+) -> None:
+    """Show how two tokenizers line up, byte by byte.
+
+    Example: potstill align shipped:tokenizers/pieces-1k shipped:tokenizers/bytes-2k --text "The café"
+    """
+    from potstill.evals.command import source_of
+    from potstill.teachers.pair import align_pair
+
+    source = source_of(data, text=column, split=split) if data else None
+    align_pair(student, teacher, source=source, text=text, check=check, html=html, as_json=json_out)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write one self-contained HTML page with the curves, samples, evaluation and recipes of one or more runs."""
+    from potstill.report import write_report
+
+    Console(soft_wrap=True).print(f"report: {write_report(runs, out)}", highlight=False, markup=False)
+
+
+@app.command()
+def schema() -> None:
+    """Print the recipe's JSON Schema, for editors that complete and check YAML."""
+    from potstill.config.recipe import recipe_schema
+
+    print(recipe_schema())
+
+
+def main() -> None:
+    """The `potstill` command: an error a person can mend is one sentence on stderr, and exit code 1; any other is one too,
+    and exit code 70."""
+    debug = "--debug" in sys.argv
+    try:
+        app([argument for argument in sys.argv[1:] if argument != "--debug"])  # so that it may stand anywhere
+    except PotstillError as error:
+        if debug:
+            raise
+        _say(str(error))
+        sys.exit(1)
+    except Unforeseen as error:
+        cause = error.__cause__
+        assert cause is not None
+        if isinstance(cause, BrokenPipeError) and stdout_is_gone():
+            sys.exit(READER_LEFT)
+        if debug:
+            traceback.print_exception(cause)
+        else:
+            _say(explain(cause, error.folder, __version__))
+        sys.exit(EXIT_CODE)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except SystemExit:
+        if stdout_is_gone():
+            sys.exit(READER_LEFT)
+        raise
+
+
+def _say(sentence: str) -> None:
+    from rich.markup import escape
+
+    # Names and texts of others may hold what a terminal obeys, or what is no character at all.
+    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in sentence)
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(shown)}", highlight=False)

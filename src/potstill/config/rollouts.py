@@ -1,0 +1,149 @@
+"""`rollouts`: whose text is trained on, and how it is written."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from potstill.config.sections import Positive, Section, ServerAddress
+
+SMALLEST_SHARE = 1e-9  # what shares may miss one by, for rounding
+
+
+class SamplingConfig(Section):
+    """How text is written. Log-probabilities of what was written are kept after all of this."""
+
+    temperature: Annotated[float, Field(ge=0)] = Field(1.0, description="of the softmax; 0: always the likeliest token")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="only the likeliest tokens that together have this probability"
+    )
+    top_k: Annotated[int, Field(ge=0)] = Field(0, description="only so many of the likeliest tokens; 0: all")
+    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="only tokens with at least this share of the likeliest one's probability"
+    )
+    max_new_tokens: Positive = Field(256, description="longest text that is written, in tokens")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        [], description="texts that end what is written, besides the model's eos"
+    )
+    seed: int | None = Field(None, description="default: train.seed")
+
+
+class EngineConfig(Section):
+    """What runs the writer's model."""
+
+    kind: Literal["transformers", "vllm"] = Field(
+        "transformers", description="transformers: in this process; vllm: in this process too, or behind `server`"
+    )
+    server: ServerAddress | None = Field(
+        None, description="vllm: address of a running `vllm serve`, which takes new weights from `folder`"
+    )
+    folder: str | None = Field(
+        None, description="with `server`: folder for weights that both processes see; default: in the run's folder"
+    )
+    batch_size: Positive = Field(256, description="transformers: texts written at once; more are written in turns")
+    options: dict[str, Any] = Field(
+        {}, description="vllm: further arguments of vllm.LLM, such as gpu_memory_utilization"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> EngineConfig:
+        for key in ("server", "folder", "options"):
+            if getattr(self, key) and self.kind != "vllm":
+                raise ValueError(f"{key} goes with kind: vllm")
+        if self.server and self.options:
+            raise ValueError("options are of vllm in this process; a server has been started with its own")
+        if self.folder and not self.server:
+            raise ValueError("folder goes with server")
+        return self
+
+
+class RolloutsConfig(Section):
+    """Whose text is trained on: the data set's, or what the student or a teacher writes after the data set's prompts (a
+    `prompt` column, a chat up to its last assistant turn, the first tokens of a plain text). docs/on-policy.md."""
+
+    on_policy_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="share of the prompts that the student answers itself (λ); drawn for each prompt"
+    )
+    teacher_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="share of the prompts that the first teacher answers (sequence-level distillation)"
+    )
+    num_generations: Positive = Field(1, description="answers written to each prompt")
+    generation_batch_size: Positive | None = Field(
+        None,
+        description="prompts of one generation: × num_generations = train.batch_size × steps_per_generation; default: "
+        "as many",
+    )
+    steps_per_generation: Positive = Field(
+        1,
+        description="optimizer steps whose texts are written at once; above 1, later ones train on older weights' text",
+    )
+    max_staleness: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="optimizer steps that may lie between the weights that wrote a text and those it trains; from "
+        "2 × steps_per_generation − 1 on, the next texts are written while the present ones train",
+    )
+    prompt_tokens: Positive = Field(32, description="of a plain text: how many of its first tokens are the prompt")
+    engine: EngineConfig = EngineConfig()
+    sampling: SamplingConfig = SamplingConfig()
+
+    @model_validator(mode="after")
+    def _shares(self) -> RolloutsConfig:
+        if self.on_policy_fraction + self.teacher_fraction > 1 + SMALLEST_SHARE:
+            raise ValueError(
+                f"on_policy_fraction {self.on_policy_fraction:g} and teacher_fraction {self.teacher_fraction:g} are "
+                "shares of the same prompts and "
+                "sum to more than 1"
+            )
+        if self.max_staleness < self.steps_per_generation - 1:
+            raise ValueError(
+                f"steps_per_generation {self.steps_per_generation} trains on texts that are up to "
+                f"{self.steps_per_generation - 1} steps old, and max_staleness is {self.max_staleness}: set max_staleness to "
+                f"{self.steps_per_generation - 1}, or steps_per_generation to {self.max_staleness + 1}"
+            )
+        if self.sampling.temperature == 0 and self.num_generations > 1:
+            raise ValueError(
+                f"num_generations {self.num_generations} with sampling.temperature 0 writes the same answer so many "
+                "times: set "
+                "one of them to 1"
+            )
+        return self
+
+    @property
+    def writes(self) -> bool:
+        """Whether any text is written at all."""
+        return self.on_policy_fraction + self.teacher_fraction > 0
+
+    @property
+    def data_share(self) -> float:
+        left = 1.0 - self.on_policy_fraction - self.teacher_fraction
+        return left if left > SMALLEST_SHARE else 0.0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the next texts are written while the present ones train. Not by vLLM in this process: it would draw from the
+        random numbers that the training draws from."""
+        if self.engine.kind == "vllm" and self.engine.server is None:
+            return False
+        return self.max_staleness >= 2 * self.steps_per_generation - 1
+
+    def check_rows(self, batch_size: int) -> None:
+        """That the prompts of a generation fill its steps exactly."""
+        rows = batch_size * self.steps_per_generation
+        of = f"train.batch_size {batch_size}" + (
+            f" × steps_per_generation {self.steps_per_generation}" if self.steps_per_generation > 1 else ""
+        )
+        if rows % self.num_generations:
+            fit = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+            raise ValueError(
+                f"rollouts.num_generations {self.num_generations} does not divide the {rows} rows of a generation ({of}): "
+                f"{fit} would fit"
+            )
+        prompts = rows // self.num_generations
+        if self.generation_batch_size not in (None, prompts):
+            raise ValueError(
+                f"rollouts.generation_batch_size {self.generation_batch_size} × num_generations {self.num_generations} = "
+                f"{self.generation_batch_size * self.num_generations}, and a generation has {rows} rows ({of}): "
+                f"generation_batch_size {prompts} would fit, or train.batch_size "
+                f"{self.generation_batch_size * self.num_generations / self.steps_per_generation:g}"
+            )

@@ -1,0 +1,1 @@
+"""Servers that answer for a teacher, and the client that asks them."""

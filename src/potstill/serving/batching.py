@@ -1,0 +1,257 @@
+"""The part of `potstill serve` that runs the model: one thread takes what waits and forwards documents of like lengths."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from potstill.cache.codec import Format, Signal
+from potstill.cache.origin import format_of, signal_of_examples
+from potstill.cache.scored import layout
+from potstill.config import StoreConfig
+from potstill.models import LanguageModel
+from potstill.serving.held import Busy
+from potstill.serving.protocol import Question
+from potstill.types import Example, PotstillError
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of documents a forward pass, in the metrics
+MOST_TOKENS = 2**20  # of one question
+
+
+@dataclass(eq=False)
+class Job:
+    """A question under way. `answer` is called once, on the scorer's thread, with the signal or an error."""
+
+    question: Question
+    answer: Callable[[Signal | Exception], None]
+    abandoned: bool = False  # nobody waits for it any more
+    scored: int = 0  # of its documents
+    taken: int = 0  # of its documents, in the order of their lengths
+    failed: bool = False
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        lengths = [len(example.ids) for example in self.question.examples]
+        self.order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        self.left = sum(lengths)  # tokens
+        ends = np.cumsum([example.supervised_tokens for example in self.question.examples])
+        self._starts = [0, *ends.tolist()]
+        # The answer's own arrays: as many bytes as were reserved for it, and nothing of a batch is kept beyond them.
+        shapes = layout(self.question.form).items()
+        self._rows = {name: np.empty((self._starts[-1], *shape), dtype) for name, (shape, dtype) in shapes}
+
+    def take(self, tokens: int) -> list[Task]:
+        """Its next documents, as many as fit, and at least one."""
+        first = self.taken
+        while self.taken < len(self.order):
+            length = len(self.question.examples[self.order[self.taken]].ids)
+            if self.taken > first and length > tokens:
+                break
+            tokens -= length
+            self.left -= length
+            self.taken += 1
+        return [Task(self, number) for number in self.order[first : self.taken]]
+
+    @property
+    def over(self) -> bool:
+        return self.abandoned or self.failed or self.done
+
+    def put(self, number: int, part: dict[str, npt.NDArray[Any]]) -> None:
+        for name, values in self._rows.items():
+            values[self._starts[number] : self._starts[number + 1]] = part[name]
+        self.scored += 1
+        if self.scored == len(self.question.examples) and not self.failed:
+            self.done = True
+            rows, self._rows = self._rows, {}  # whoever asked has them alone, and lets go of them
+            self.answer(rows)
+
+    def fail(self, error: Exception) -> None:
+        if not (self.failed or self.done):
+            self.failed = True
+            self.answer(error)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One document of a job."""
+
+    job: Job
+    number: int
+
+    @property
+    def example(self) -> Example:
+        return self.job.question.examples[self.number]
+
+
+class Scorer:
+    """Answers questions in the order they came, as many at once as fit `batch_tokens`. One that does not fit has so many of its
+    documents scored and goes to the end of the queue: nobody waits for all of it."""
+
+    def __init__(self, teacher: LanguageModel, batch_tokens: int, most_bytes: int = 2**30) -> None:
+        self.teacher = teacher
+        self.batch_tokens = batch_tokens
+        self.most_bytes = most_bytes  # of an answer
+        self.counts: Counter[str] = Counter()  # documents, tokens, padding, passes, and documents a pass by bucket
+        self.seconds = 0.0  # of forward passes
+        self._waiting: deque[Job] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="scorer", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, job: Job) -> None:
+        with self._wake:
+            if self._closing:
+                raise Busy("the server ends")
+            self._waiting.append(job)
+            self._wake.notify()
+
+    def drop(self, job: Job) -> None:
+        """Nobody waits for it any more."""
+        job.abandoned = True
+        with self._wake, suppress(ValueError):  # the one that is being scored is not among them
+            self._waiting.remove(job)
+
+    def close(self) -> None:
+        """What waits is not computed any more: whoever could answer it has ended."""
+        with self._wake:
+            self._closing = True
+            left = list(self._waiting)
+            self._waiting.clear()
+            self._wake.notify()
+        for job in left:
+            job.fail(RuntimeError("the server has ended"))
+        self._thread.join()
+
+    def _work(self) -> None:
+        while tasks := self._taken():
+            try:
+                self._answer_all(tasks)
+            except Exception as error:  # this thread must outlive whatever it is asked
+                for task in tasks:
+                    task.job.fail(error)
+            del tasks  # else the questions would live until the next one comes
+
+    def _answer_all(self, taken: Sequence[Task]) -> None:
+        forms: dict[Format, list[Task]] = {}
+        for task in taken:
+            forms.setdefault(task.job.question.form, []).append(task)
+        for form, tasks in forms.items():
+            for batch in self._batches(tasks):
+                self._answer(form, [task for task in batch if not (task.job.over or self._closing)])
+
+    def _taken(self) -> list[Task]:
+        """Of what waits, as much as fits the budget; nothing: it is time to end."""
+        with self._wake:
+            while not self._closing:
+                tasks: list[Task] = []
+                tokens = 0
+                while self._waiting and (not tasks or tokens + self._waiting[0].left <= self.batch_tokens):
+                    job = self._waiting.popleft()
+                    if job.over:
+                        continue
+                    tokens += job.left
+                    tasks += job.take(self.batch_tokens)
+                    if job.left:
+                        self._waiting.append(job)
+                        break
+                if tasks:
+                    return tasks
+                self._wake.wait()
+            return []
+
+    def _batches(self, tasks: list[Task]) -> Iterator[list[Task]]:
+        """Of like lengths, each within the budget when padded to its longest."""
+        batch: list[Task] = []
+        for task in sorted(tasks, key=lambda task: len(task.example.ids)):
+            longest = len(task.example.ids)
+            padded = (len(batch) + 1) * longest
+            held = sum(len(one.example.ids) for one in batch) + longest
+            # More than a quarter of padding is worth a pass of its own, where that is not a tiny one.
+            if batch and (padded > self.batch_tokens or (padded > 1.25 * held and held > self.batch_tokens // 8)):
+                yield batch
+                batch = []
+            batch.append(task)
+        if batch:
+            yield batch
+
+    def _answer(self, form: Format, tasks: Sequence[Task]) -> None:
+        if not tasks:
+            return
+        examples = [task.example for task in tasks]
+        given = None
+        if form.kind == "given":
+            given = [task.job.question.given[task.number] for task in tasks if task.job.question.given is not None]
+        begin = time.perf_counter()
+        try:
+            found = signal_of_examples(self.teacher, form, examples, given)
+        except Exception as error:  # of the model's code, which may raise anything: those who asked are told
+            if len({id(task.job) for task in tasks}) > 1:  # the others need not suffer from one of them
+                for task in tasks:
+                    self._answer(form, [task])
+                return
+            tasks[0].job.fail(error)
+            return
+        self._count(examples, time.perf_counter() - begin)
+        at = 0
+        for task in tasks:
+            end = at + task.example.supervised_tokens
+            task.job.put(task.number, {name: values[at:end] for name, values in found.items()})
+            at = end
+
+    def _count(self, examples: Sequence[Example], seconds: float) -> None:
+        tokens = sum(len(example.ids) for example in examples)
+        self.counts["documents"] += len(examples)
+        self.counts["tokens"] += tokens
+        self.counts["padding"] += len(examples) * max(len(example.ids) for example in examples) - tokens
+        self.counts["passes"] += 1
+        self.counts[f"at most {next((b for b in BUCKETS if len(examples) <= b), '+Inf')}"] += 1
+        self.seconds += seconds
+
+
+class TooLarge(Exception):
+    """A question or its answer is larger than the server takes."""
+
+
+def check_question(question: Question, teacher: LanguageModel, most_tokens: int | None, most_bytes: int) -> None:
+    """PotstillError: the model cannot answer it."""
+    form = question.form
+    module = teacher.model.get_output_embeddings()
+    rows = min(module.weight.shape[0], teacher.model.get_input_embeddings().weight.shape[0])
+    if not 0 < form.vocabulary <= rows:
+        raise PotstillError(f"probabilities over {form.vocabulary} ids were asked for, and the model has {rows}")
+    if max(form.k, 1) > form.vocabulary or (form.tail_samples and form.k == form.vocabulary):
+        raise PotstillError(f"k is {form.k} and there are {form.vocabulary} ids")
+    if form.kind == "hidden":
+        own = format_of(StoreConfig(kind="hidden"), teacher)
+        if (form.width, form.dtype) != (own.width, own.dtype):
+            raise PotstillError(
+                f"hidden states of width {form.width} in {form.dtype} were asked for, and the model's are of width "
+                f"{own.width} in {own.dtype}"
+            )
+    longest = max(len(example.ids) for example in question.examples)
+    if most_tokens is not None and longest > most_tokens:
+        raise PotstillError(f"a document has {longest} tokens, and this server scores up to {most_tokens}")
+    if question.tokens > MOST_TOKENS:
+        raise TooLarge(f"the request has {question.tokens:,} tokens, and this server takes {MOST_TOKENS:,} at once")
+    if question.answer_bytes > most_bytes:
+        raise TooLarge(
+            f"the answer would be {question.answer_bytes / 2**20:.4g} MB, and this server gives up to "
+            f"{most_bytes / 2**20:.4g} MB at once (--max-answer-mb)"
+        )

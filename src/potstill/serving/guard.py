@@ -1,0 +1,172 @@
+"""Connections of `potstill serve` that no client can keep for itself. uvicorn waits for ever for a client that does not send
+the rest of a request, and for one that does not read; its `limit_concurrency` counts idle connections, and then refuses all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import sys
+import time
+import traceback
+from typing import Any, ClassVar, cast
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from potstill.serving.deadline import RATE
+from potstill.serving.held import CONNECTION, SILENT_SECONDS, Clients
+from potstill.serving.http import plain
+
+IDLE_SECONDS = 75  # without a request
+LOGGERS = ("potstill.serve", "uvicorn.error", "asyncio")
+SPARSE_SECONDS = 10.0
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+TRANSFERS = ("request", "answer")
+WORDS = {
+    "request": "did not send its request in time (--client-timeout)",
+    "answer": "did not read its answer in time (--client-timeout)",
+    "idle": "sent no request",
+    "room": "was silent when others came (--max-connections)",
+    "memory": "was slow when others needed its memory (--max-memory-mb)",
+}
+log = logging.getLogger(LOGGERS[0])
+
+
+class Counted:
+    """A transport that knows how many bytes were written to it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.written = 0
+
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class Guarded(H11Protocol):
+    """One connection. Its client is behind by the time that it is waited for, less what its bytes take at RATE; being ahead
+    earns nothing: whoever sends much at once, and then a byte now and then, is behind like any other."""
+
+    clients: ClassVar[Clients]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        counted = Counted(cast(asyncio.Transport, transport))
+        super().connection_made(cast(asyncio.Transport, counted))
+        self._counted, self._received, self._cut = counted, 0, False
+        self._state: tuple[str, object] = ("idle", None)
+        self._due, self._moved = self.loop.time(), 0  # when the client was not behind, and the bytes until then
+        self.app_state = {**self.app_state, CONNECTION: self}  # of each request's scope
+        self._tick = min(1.0, self.clients.seconds / 4)
+        self._timer = self.loop.call_later(self._tick, self._look)
+        self.clients.now = len(self.connections)
+        if self.clients.now > self.clients.most:
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        under_way = self.cycle is not None and not self.cycle.response_complete
+        super().connection_lost(exc)
+        self.clients.now = len(self.connections)
+        if under_way and not self._cut:
+            self.clients.cut_off["left"] += 1
+            log.warning("%s left before it had its answer", self._who)
+
+    @property
+    def _who(self) -> str:
+        return "a client" if self.client is None else f"the client at {self.client[0]}:{self.client[1]}"
+
+    def _phase(self) -> str:
+        """What the connection waits for: the client's request or reading, the model, or nothing."""
+        if self.cycle is None or self.cycle.response_complete:
+            return "answer" if self._counted.get_write_buffer_size() else "idle"
+        if self.cycle.response_started:
+            return "answer"
+        return "request" if self.cycle.more_body else "work"
+
+    def _note(self) -> None:
+        now, state = self.loop.time(), (self._phase(), self.cycle)
+        moved = self._received + self._counted.written - self._counted.get_write_buffer_size()
+        self._due = min(now, self._due + (moved - self._moved) / RATE) if state == self._state else now
+        self._state, self._moved = state, moved
+
+    def _look(self) -> None:
+        self._note()
+        phase, behind = self._state[0], self.loop.time() - self._due
+        if (phase == "idle" and behind > IDLE_SECONDS) or (phase in TRANSFERS and behind > self.clients.seconds):
+            self._cut_off(phase)
+        else:
+            self._timer = self.loop.call_later(self._tick, self._look)
+
+    def behind(self) -> float:
+        self._note()
+        return self.loop.time() - self._due if self._state[0] in TRANSFERS and not self._cut else 0.0
+
+    def make_way(self) -> None:
+        self._cut_off("memory")
+
+    def _cut_off(self, why: str) -> None:
+        self._cut = True
+        self.clients.cut_off[why] += 1
+        if why != "idle":  # which is how most connections end
+            log.warning("%s %s, and was disconnected", self._who, WORDS[why], extra={"why": why})
+        self.transport.abort()  # not close: that would wait until all is read
+
+    def _make_room(self) -> None:
+        """For this connection, by ending the one whose client has kept the server waiting longest."""
+        others = [one for one in self.connections if isinstance(one, Guarded) and one is not self and not one._cut]
+        for one in others:
+            one._note()
+        waiting = [one for one in others if one._state[0] != "work"]
+        silent = min(waiting, key=lambda one: one._due, default=None)
+        if silent is not None and self.loop.time() - silent._due >= SILENT_SECONDS:
+            silent._cut_off("room")
+            return
+        self._cut = True
+        self.clients.cut_off["refused"] += 1
+        log.warning("%s was refused: %d are connected (--max-connections)", self._who, self.clients.most)
+        self.transport.write(FULL)
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nobody has to know."""
+
+
+class Sparse(logging.Handler):
+    """One line of a kind in ten seconds, on stderr; how many there were besides is told with the next."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind, now = (record.name, record.lineno, getattr(record, "why", "")), time.monotonic()
+        last, more = self._kinds.get(kind, (-math.inf, 0))
+        if now - last < SPARSE_SECONDS:
+            self._kinds[kind] = (last, more + 1)
+            return
+        self._kinds[kind] = (now, 0)
+        text = plain(record.getMessage()) + (f" ({more} more of these before)" if more else "")
+        if record.exc_info and record.exc_info[1] is not None:
+            text += "\n" + "".join(traceback.format_exception(record.exc_info[1]))
+        print(text, file=sys.stderr, flush=True)
+
+
+def sparsely() -> None:
+    """Let the server's loggers be heard by `Sparse` alone."""
+    handler = Sparse()
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+
+
+def guarded(clients: Clients) -> type[Guarded]:
+    """As uvicorn takes it: a class."""
+    return type("GuardedOfClients", (Guarded,), {"clients": clients})

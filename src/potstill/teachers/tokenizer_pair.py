@@ -1,0 +1,240 @@
+"""A student's tokenizer and a teacher's: the rows of a batch as chunks that cover the same bytes on both sides.
+
+C chunks, T teacher tokens that come after the first ones of their chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from potstill.config import CrossTokenizerConfig
+from potstill.text import Alignment, PrefixTable, TokenTable, align_batch, align_spans, lexicon, vocab_map
+from potstill.types import Batch, Chunks, Example, PotstillError, Relation
+
+Ints = npt.NDArray[np.int64]
+NONE: Ints = np.zeros(0, dtype=np.int64)
+LEAST_BYTES, LEAST_SHARE = 64, 0.05  # of a document of so many bytes, the share that must be the same on both sides
+
+
+class TokenizerPair:
+    """A student's tokenizer and a teacher's: how texts line up, and how the vocabularies relate."""
+
+    def __init__(
+        self, student: Any, teacher: Any, cross_tokenizer: CrossTokenizerConfig, sizes: tuple[int, int] | None = None
+    ) -> None:
+        """`sizes`: how many ids the models have; a tokenizer may have some more at its end."""
+        self.cross_tokenizer = cross_tokenizer
+        self.student, self.teacher = TokenTable.from_tokenizer(student), TokenTable.from_tokenizer(teacher)
+        if sizes is not None:
+            self.student, self.teacher = self.student.narrowed(sizes[0]), self.teacher.narrowed(sizes[1])
+        self._ends = tuple({t.eos_token_id} - {None} for t in (student, teacher))
+        self._relations: dict[torch.device, Relation] = {}
+
+    @cached_property
+    def map(self) -> Any:
+        return vocab_map(self.student, self.teacher, decay=self.cross_tokenizer.decay)
+
+    def opened(self) -> TokenizerPair:
+        """With what its method needs: not on several threads at once, later."""
+        _ = self.lexicon if self.cross_tokenizer.method == "prefix_marginal" else self.map
+        return self
+
+    @cached_property
+    def lexicon(self) -> PrefixTable:
+        return lexicon(self.teacher, self.student, vocab_map(self.teacher, self.student))
+
+    def relation(self, device: torch.device) -> Relation:
+        if device not in self._relations:
+            self._relations[device] = relation_of(self.map).to(device)
+        return self._relations[device]
+
+    def chunks(self, examples: Sequence[Example], read: Sequence[Example]) -> list[npt.NDArray[np.int64]]:
+        """For each document the chunks that may enter a loss, [chunks, 4]: student start and end, teacher start and end, in
+        tokens. All of a chunk's student tokens are supervised, and the teacher has something before its first one."""
+        found: list[Alignment | None] = [None] * len(examples)
+        there = [
+            i for i, theirs in enumerate(read) if len(theirs.ids)
+        ]  # nothing, where the teacher has nothing to predict
+        plain = [i for i in there if examples[i].messages is None and examples[i].text == read[i].text]
+        for i in set(there) - set(plain):
+            found[i] = self._by_turns(examples[i], read[i])
+        teacher_ids = [self._without_end(examples[i], read[i]) for i in plain]
+        aligned = align_batch([examples[i].ids for i in plain], teacher_ids, self.student, self.teacher)
+        for i, alignment in zip(plain, aligned, strict=True):
+            found[i] = alignment
+        nothing = np.zeros((0, 4), dtype=np.int64)
+        return [nothing if a is None else self._kept(a, e) for a, e in zip(found, examples, strict=True)]
+
+    def _kept(self, alignment: Alignment, example: Example) -> Ints:
+        kept = alignment.supervised(example.supervised) & (alignment.teacher_start > 0) & (alignment.student_start > 0)
+        columns = (alignment.student_start, alignment.student_end, alignment.teacher_start, alignment.teacher_end)
+        result: Ints = np.stack(columns, -1)[kept].astype(np.int64)
+        return result
+
+    def _without_end(self, example: Example, read: Example) -> npt.NDArray[Any]:
+        """The teacher's ids, without an eos that the student's text does not have: it goes on in another piece."""
+        ours, theirs = self._ends
+        goes_on = len(example.ids) and int(example.ids[-1]) not in ours
+        return read.ids[:-1] if goes_on and len(read.ids) and int(read.ids[-1]) in theirs else read.ids
+
+    def _by_turns(self, example: Example, read: Example) -> Alignment:
+        """What is supervised in both, one stretch after the other: templates and prompts put other words around it."""
+        whole = example.spans is None  # its first token is not supervised, but is part of the text
+        ours, theirs = [(0, len(example.ids))] if whole else _runs(example.supervised), _runs(read.supervised)
+        if len(ours) > max(len(theirs), len(read.spans or ())):  # or else the teacher cannot read all of it
+            raise PotstillError(
+                f"{example.source} ({example.key}): the student's chat template shows {len(ours)} assistant turns of it and "
+                f"the teacher's {len(theirs)}, so they cannot be matched"
+            )
+        spans = [(*a, *b) for a, b in zip(ours, theirs, strict=False)]
+        return align_spans(example.ids, read.ids, self.student, self.teacher, spans)
+
+    def covered(self, examples: Sequence[Example], read: Sequence[Example], kept: Sequence[Ints]) -> int:
+        """Bytes of the examples that their chunks cover; an error where that is next to nothing of one."""
+        total = 0
+        for example, theirs, chunks in zip(examples, read, kept, strict=True):
+            before = np.concatenate([[0], np.cumsum(self.student.lengths[example.ids])])
+            here = min(int((before[chunks[:, 1]] - before[chunks[:, 0]]).sum()), example.supervised_bytes)
+            much = example.supervised_bytes >= LEAST_BYTES and len(theirs.ids) > 0
+            if much and here < LEAST_SHARE * example.supervised_bytes:
+                raise PotstillError(
+                    f"{example.source} ({example.key}): of {example.supervised_bytes} bytes only {here} are the same in the "
+                    f"tokens of the student ({self.student.name}) and of the teacher ({self.teacher.name}): they do not "
+                    "stand "
+                    "for the same text; `potstill align` shows how the two read a text"
+                )
+            total += here
+        return total
+
+
+def _runs(supervised: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], supervised, [False]]).astype(np.int8)))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def relation_of(found: Any) -> Relation:
+    """A `VocabMap` as the losses use it."""
+    students, teachers = found.shape
+    student, teacher = found.student.astype(np.int64), found.teacher.astype(np.int64)
+    alone = [np.setdiff1d(np.arange(size), ids) for size, ids in ((students, student), (teachers, teacher))]
+    places = []
+    for size, ids, others in ((students, student, alone[0]), (teachers, teacher, alone[1])):
+        place = np.zeros(size, dtype=np.int64)
+        place[ids], place[others] = np.arange(len(ids)), -1 - np.arange(len(others))
+        places.append(place)
+    counts = np.diff(found.indptr)
+    hosts: dict[str, Ints] = {
+        "student": student,
+        "student_alone": alone[0],
+        "start": np.repeat(np.arange(students), counts),
+        "unmapped": np.flatnonzero(counts == 0),
+    }
+    return Relation(
+        student=torch.from_numpy(student),
+        teacher=torch.from_numpy(teacher),
+        student_alone=torch.from_numpy(alone[0]),
+        teacher_alone=torch.from_numpy(alone[1]),
+        place_student=torch.from_numpy(places[0]),
+        place_teacher=torch.from_numpy(places[1]),
+        start=torch.from_numpy(hosts["start"]),
+        end=torch.from_numpy(found.indices.astype(np.int64)),
+        value=torch.from_numpy(found.values),
+        unmapped=torch.from_numpy(hosts["unmapped"]),
+        hosts=hosts,
+    )
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """The chunks of a batch, before the teacher has said anything."""
+
+    chunks: Chunks
+    document: Ints  # [C]; of each chunk
+    begin: Ints  # [C]; its first teacher token, in the document …
+    token: Ints  # [C]; … which is this
+    inner: Ints  # [T]; its other teacher tokens, in their documents …
+    inner_token: Ints  # [T]; … which are these …
+    inner_owner: Ints  # [T]; … of these chunks
+    counts: Mapping[str, int]
+
+    @property
+    def known(self) -> npt.NDArray[np.bool_] | None:
+        """The rows in chunks [N]; None: all."""
+        known = np.zeros(self.counts["tokens"], dtype=np.bool_)
+        known[self.chunks.first_host] = known[self.chunks.inner_host] = True
+        return None if known.all() else known
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The chunks of a batch that may enter a loss, one after the other."""
+
+    document: Ints  # [C]
+    student: tuple[Ints, Ints]  # [C]; the tokens of each in its document, from … to
+    teacher: tuple[Ints, Ints]
+    first: Ints  # [C]; row of its first token
+    teacher_ids: Ints  # of all documents …
+    teacher_starts: Ints  # … which begin here
+    counts: Mapping[str, int]
+
+    def teacher_token(self, chunk: Ints, place: Ints) -> Ints:
+        """The teacher's ids at places of the documents of chunks."""
+        return self.teacher_ids[self.teacher_starts[self.document[chunk]] + place]
+
+
+def kept_chunks(pairing: TokenizerPair, batch: Batch, read: Sequence[Example]) -> Kept:
+    kept = pairing.chunks(batch.examples, read)
+    s0, s1, t0, t1 = np.concatenate([*kept, np.zeros((0, 4), dtype=np.int64)]).T
+    before = np.concatenate([[0], np.cumsum([example.supervised_tokens for example in batch.examples])])
+    row_of = [np.cumsum(e.supervised) - 1 + begin for e, begin in zip(batch.examples, before[:-1], strict=True)]
+    ids = [np.asarray(example.ids, dtype=np.int64) for example in read]
+    return Kept(
+        np.repeat(np.arange(len(kept)), [len(k) for k in kept]),
+        (s0, s1),
+        (t0, t1),
+        np.concatenate([NONE, *(rows[k[:, 0]] for rows, k in zip(row_of, kept, strict=True))]),
+        np.concatenate([NONE, *ids]),
+        np.concatenate([[0], np.cumsum([len(i) for i in ids])]),
+        {
+            "chunks": len(s0),
+            "one_to_one": int(((s1 - s0 == 1) & (t1 - t0 == 1)).sum()),
+            "tokens": batch.supervised_tokens,
+            "tokens_in_chunks": int((s1 - s0).sum()),
+            "bytes": sum(example.supervised_bytes for example in batch.examples),
+            "bytes_in_chunks": pairing.covered(batch.examples, read, kept),
+        },
+    )
+
+
+def align_rows(pairing: TokenizerPair, batch: Batch, read: Sequence[Example]) -> Aligned:
+    """The rows of a batch as chunks. `read`: its documents in the teacher's tokens."""
+    kept = kept_chunks(pairing, batch, read)
+    (s0, s1), (t0, t1), first = kept.student, kept.teacher, kept.first
+    owner, step = expanded(s1 - s0 - 1)
+    teacher_owner, teacher_step = expanded(t1 - t0 - 1)
+    inner = (first[owner] + 1 + step).astype(np.int64)
+    place = (t0[teacher_owner] + 1 + teacher_step).astype(np.int64)
+    return Aligned(
+        Chunks(torch.from_numpy(first), torch.from_numpy(inner), torch.from_numpy(owner), first, inner),
+        kept.document,
+        t0,
+        kept.teacher_token(np.arange(len(t0)), t0),
+        place,
+        kept.teacher_token(teacher_owner, place),
+        teacher_owner,
+        kept.counts,
+    )
+
+
+def expanded(counts: Ints) -> tuple[Ints, Ints]:
+    """For each of `counts` so many entries: whose they are, and 0, 1, 2 …"""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    begins = np.cumsum(counts) - counts
+    return owner, np.arange(len(owner)) - begins[owner]

@@ -1,0 +1,114 @@
+"""A teacher's tokens spelled in a student's: which of the student's tokens comes first in what is left of a teacher's token
+once some of its bytes are written.
+
+A *node* is what has been written of a teacher's next token; node 0 is nothing, and has no entries. E entries: teacher ids that
+begin as a node says and go on, each with the student's first token of the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from potstill.text.tokens import BYTE, TEXT, TokenTable
+from potstill.text.vocab import VocabMap
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PrefixTable:
+    """NOWHERE stands for no token: a special that the student has no word for."""
+
+    students: int  # ids of the student
+    first: Ints  # [teacher ids]; the student's first token of each
+    whole: npt.NDArray[np.bool_]  # [teacher ids]; that token is all of it
+    main: Ints  # [students]; the teacher id that counts for each, its partner if it has one; NOWHERE: none does
+    more_token: Ints  # [M]; the other teacher ids, in the order of …
+    more_then: Ints  # [M]; … what they count for …
+    more_slot: Ints  # [M]; … which of these it is:
+    several: Ints  # [S]; the student's ids that more than one counts for
+    nowhere: Ints  # those that none does
+    begin: Ints  # [nodes + 1]; the entries of each node
+    token: Ints  # [E]; teacher id
+    then: Ints  # [E]; student id
+    base: Ints  # [teacher ids + 1]; where an id's own places are below: one for each of its bytes but the first
+    node_at: Ints  # [places]; what is written when so many bytes of it are
+    then_at: Ints  # [places]; what comes next of the student's
+    depth: Ints  # [nodes]; bytes of each
+    lengths: Ints  # [teacher ids]; bytes of each, 0 of specials
+
+    def at(self, token: Ints, written: Ints) -> tuple[Ints, Ints]:
+        """Node, and the student's next token, when so many bytes of each token are written; fewer than it has."""
+        place = np.minimum(self.base[token] + written - 1, max(0, len(self.node_at) - 1))
+        if not len(self.node_at):
+            return np.zeros_like(token), self.first[token]
+        begun = written > 0
+        return np.where(begun, self.node_at[place], 0), np.where(begun, self.then_at[place], self.first[token])
+
+
+NOWHERE = -1
+
+
+def lexicon(teacher: TokenTable, student: TokenTable, found: VocabMap) -> PrefixTable:
+    """`found`: the map from the teacher's ids to the student's. The student's first token of some bytes is the longest that
+    they begin with."""
+    words: dict[bytes, int] = {}
+    for kind in (TEXT, BYTE):
+        for index in np.flatnonzero((student.kinds == kind) & (student.lengths > 0)).tolist():
+            words.setdefault(student.token_bytes(index), index)
+    longest = max(map(len, words), default=0)
+    sizes = np.diff(found.indptr)
+    first = np.full(len(teacher), NOWHERE, dtype=np.int64)
+    first[sizes > 0] = found.indices[found.indptr[:-1][sizes > 0]]
+    spelled = np.isin(teacher.kinds, (TEXT, BYTE))
+    whole = np.isin(np.arange(len(teacher)), found.student)
+    first[~spelled & ~whole] = NOWHERE  # a special that the student has not is no text either
+    lengths = np.where(spelled, teacher.lengths, 0).astype(np.int64)
+    base = np.concatenate([[0], np.cumsum(np.maximum(lengths - 1, 0))])
+    nodes: dict[bytes, int] = {}
+    rests: dict[bytes, int] = {}
+    node_at, then_at = np.zeros(base[-1], dtype=np.int64), np.zeros(base[-1], dtype=np.int64)
+    place = 0
+    for index in np.flatnonzero(lengths > 1).tolist():
+        content = teacher.token_bytes(index)
+        for written in range(1, len(content)):
+            node_at[place] = nodes.setdefault(content[:written], len(nodes) + 1)
+            rest = content[written:]
+            then = rests.get(rest)
+            if then is None:
+                begins = (rest[:n] for n in range(min(longest, len(rest)), 0, -1))
+                then = rests[rest] = next((words[begun] for begun in begins if begun in words), NOWHERE)
+            then_at[place] = then
+            place += 1
+    of = np.repeat(np.arange(len(teacher)), np.diff(base))
+    kept = np.flatnonzero(then_at != NOWHERE)
+    order = kept[np.argsort(node_at[kept], kind="stable")]
+    counts = np.bincount(node_at[kept], minlength=len(nodes) + 1)
+    main = np.full(len(student), NOWHERE, dtype=np.int64)
+    for ids in (np.flatnonzero((first != NOWHERE) & ~whole)[::-1], np.flatnonzero(whole)):  # the last one stays
+        main[first[ids]] = ids
+    more = np.flatnonzero((first != NOWHERE) & (main[np.maximum(first, 0)] != np.arange(len(teacher))))
+    order_more = np.argsort(first[more], kind="stable")
+    several, slots = np.unique(first[more][order_more], return_inverse=True)
+    return PrefixTable(
+        students=len(student),
+        first=first,
+        whole=whole,
+        main=main,
+        more_token=more[order_more],
+        more_then=first[more][order_more],
+        more_slot=slots,
+        several=several,
+        nowhere=np.flatnonzero(main == NOWHERE),
+        begin=np.concatenate([[0], np.cumsum(counts)]),
+        token=of[order],
+        then=then_at[order],
+        base=base,
+        node_at=node_at,
+        then_at=then_at,
+        depth=np.array([0, *map(len, nodes)], dtype=np.int64),
+        lengths=lengths,
+    )
