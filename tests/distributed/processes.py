@@ -11,17 +11,17 @@ import torch
 import torch.multiprocessing
 
 
-def found_by(work: Callable[..., None], world: int, folder: Path, *more: str, retry_timeout: float) -> list[Any]:
+def found_by(work: Callable[..., None], world: int, folder: Path, *more: str, timeout: float) -> list[Any]:
     """Start `work(rank, world, folder, *more)` on every rank and read the `{rank}.pt` that each leaves in `folder`. A child's
     exit code says little on gloo: what it wrote is the verdict."""
     arguments = (world, str(folder), *more)
     started = torch.multiprocessing.start_processes(work, arguments, nprocs=world, join=False, start_method="spawn")
     files = [folder / f"{rank}.pt" for rank in range(world)]
-    end = time.monotonic() + retry_timeout
+    end = time.monotonic() + timeout
     try:
         while not all(file.exists() for file in files):
             there = [file.name for file in files if file.exists()]
-            assert time.monotonic() < end, f"after {retry_timeout} s only {there} are written"
+            assert time.monotonic() < end, f"after {timeout} s only {there} are written"
             started.join(timeout=0.2)  # raises with the traceback of a child that failed
         for process in started.processes:
             process.join(timeout=30)

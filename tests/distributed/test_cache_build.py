@@ -26,7 +26,7 @@ PATIENCE = 240
 def ranks(tmp_path_factory: pytest.TempPathFactory, tiny_teacher: Path, tiny_text: Path) -> tuple[Path, list[Any]]:
     """The folder and what each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, found_by(work, 2, folder, str(tiny_teacher), str(tiny_text), retry_timeout=PATIENCE)
+    return folder, found_by(work, 2, folder, str(tiny_teacher), str(tiny_text), timeout=PATIENCE)
 
 
 def documents(folder: Path) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ PATIENCE = 240  # seconds for all calls of all ranks; they take about ten
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world} processes")
 def ranks(request, tmp_path_factory):
-    return found_by(work, request.param, tmp_path_factory.mktemp("ranks"), retry_timeout=PATIENCE)
+    return found_by(work, request.param, tmp_path_factory.mktemp("ranks"), timeout=PATIENCE)
 
 
 def test_every_call_equals_one_process(ranks):

@@ -114,7 +114,7 @@ def test_cache_build_from_a_server_that_is_killed(
         server.kill()
         restarted = threading.Thread(target=lambda: (_until(said), server.restart()))
         restarted.start()
-        keys = {"cache": str(tmp_path / "killed"), "store": {"k": 8}, "remote": {"start_patience": 120.0}}
+        keys = {"cache": str(tmp_path / "killed"), "store": {"k": 8}, "remote": {"start_timeout": 120.0}}
         waiting = runs.file("waiting", teachers=[{"server": server.address, **keys}])
         found = command("cache", "build", waiting)
         restarted.join()

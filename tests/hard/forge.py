@@ -93,7 +93,7 @@ WANTED = [
     "potstill.cli.main",
     "potstill.evals.command",
     "potstill.report",
-    "potstill.cache.command",
+    "potstill.cli.cache_command",
     "potstill.cache.imports",
     "potstill.cache.convert",
     "potstill.serving.server",

@@ -82,7 +82,7 @@ def cache_build(
 
     Example: potstill cache build recipes/cached.yaml --out runs/cache
     """
-    from potstill.cache.command import build_cache
+    from potstill.cli.cache_command import build_cache
 
     build_cache(
         what,
@@ -124,7 +124,7 @@ def cache_verify(
     json_out: Json = False,
 ) -> None:
     """Check every checksum, id and sum of a cache, and with the teacher what it says. Exit code 1 when something is wrong."""
-    from potstill.cache.command import verify_cache
+    from potstill.cli.cache_command import verify_cache
 
     well = verify_cache(folder, teacher=teacher, sample=sample, dtype=dtype, device_name=device, as_json=json_out)
     if not well:
@@ -143,7 +143,7 @@ def cache_info(
     json_out: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
 ) -> None:
     """What a cache is, how large, and how much of a data set is in it. Exit code 1 when a shard cannot be read."""
-    from potstill.cache.command import show_info
+    from potstill.cli.cache_command import show_info
 
     source = _source(
         data, text=text, messages=messages, prompt=prompt_column, completion=completion_column, split=split

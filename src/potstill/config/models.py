@@ -112,7 +112,7 @@ class RemoteConfig(Section):
     retry_timeout: Annotated[float, Field(ge=0)] = Field(
         600.0, description="seconds to wait for a server that is away or fails (5xx) before the run stops"
     )
-    start_patience: Annotated[float, Field(ge=0)] = Field(
+    start_timeout: Annotated[float, Field(ge=0)] = Field(
         10.0,
         description="seconds to wait for a server that cannot be reached at the start; one that has answered once is "
         "waited for by `retry_timeout`",

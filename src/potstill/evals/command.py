@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from potstill.cache.command import in_words_of_options
+from potstill.cli.cache_command import in_words_of_options
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
 from potstill.config.recipe import checked
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches

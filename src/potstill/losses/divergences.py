@@ -7,7 +7,7 @@ A block comes before its last passes, which not everyone needs: `b.normalised()`
 
 The gradient of any f(q) through a softmax is q·(r − Σ q·r) with r = ∂f/∂q. Row sums go through `block.total`, which also
 sums over the ranks that share the vocabulary: several sums of one call travel together.
-Golden values: tests/unit/test_divergences.py. How to add one: docs/losses.md.
+Golden values: tests/unit/losses/test_divergences.py. How to add one: docs/losses.md.
 """
 
 from __future__ import annotations

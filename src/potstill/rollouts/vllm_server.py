@@ -51,7 +51,7 @@ class Server:
         # Two runs may be given the same folder: each has one of its own there.
         self.folder, self.retry_timeout = folder.resolve() / f"{WEIGHTS}{RUN}", retry_timeout
         asking = RemoteConfig(
-            concurrency=AT_ONCE, timeout=ANSWER, retry_timeout=retry_timeout, start_patience=retry_timeout
+            concurrency=AT_ONCE, timeout=ANSWER, retry_timeout=retry_timeout, start_timeout=retry_timeout
         )
         self._connection = Connection(rollouts.engine.server.rstrip("/").removesuffix("/v1"), asking, "rollouts.engine")
         try:

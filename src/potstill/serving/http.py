@@ -66,7 +66,7 @@ class Connection:
         self.where = where
         self.failures = 0  # so often a request failed, and was sent again
         self._timeout, self._patience = config.timeout, config.retry_timeout
-        self._start_patience = min(config.start_patience, config.retry_timeout)
+        self._start_timeout = min(config.start_timeout, config.retry_timeout)
         self._say = say
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -135,7 +135,7 @@ class Connection:
             except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
                 problem = self._reason(error)
                 if isinstance(error, UNSEEN) and not self._seen:
-                    retry_timeout, key = self._start_patience, "start_patience"
+                    retry_timeout, key = self._start_timeout, "start_timeout"
             except Unreadable as error:
                 raise self.error(f"its answer to {method} {path} {error}") from None
             else:
@@ -152,7 +152,7 @@ class Connection:
                 raise self.error("the run has ended")
             waited = time.monotonic() - begin
             if waited + pause > retry_timeout:
-                unseen = "; is it running, and is this its address?" if key == "start_patience" else ""
+                unseen = "; is it running, and is this its address?" if key == "start_timeout" else ""
                 raise self.error(f"{problem}; given up after {waited:.0f} s{self._key(key)}{unseen}")
             self._away(problem, retry_timeout)
             if self._closing.wait(pause * random.uniform(0.75, 1.25)):

@@ -32,7 +32,7 @@ from potstill.data.examples import text_key
 from potstill.models import load_teacher
 from potstill.types import PotstillError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 T = (1.0, 2.0)
 

@@ -62,7 +62,7 @@ CALLS_AFTER_CONTENT = CHATML.replace(
     "m.content", "m.content + (m.tool_calls | map(attribute='function.name') | join if m.tool_calls else '')"
 )
 WRITES_NONE = CALLS_AFTER_CONTENT.replace("m.content +", "m.content | string +")
-ASSETS = Path(os.environ.get("POTSTILL_ASSETS", Path(__file__).parents[3] / "shared" / "assets")) / "tokenizers"
+ASSETS = Path(os.environ.get("POTSTILL_ASSETS", Path(__file__).parents[4] / "shared" / "assets")) / "tokenizers"
 
 U1, A1, U2, A2 = (
     {"role": "user", "content": "Hi"},

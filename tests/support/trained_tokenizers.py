@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from potstill.shipped import FOLDER
 from potstill.text import TokenTable
 
-ASSETS = Path(os.environ.get("POTSTILL_ASSETS", Path(__file__).parents[2] / "shared" / "assets"))
+ASSETS = Path(os.environ.get("POTSTILL_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
 REAL = ("deepseek_v3", "gpt2", "mistral_7b_v0_1", "phi-4", "qwen3", "smollm2")
 
 NASTY = {

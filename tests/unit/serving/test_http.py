@@ -333,9 +333,11 @@ def test_a_server_that_was_never_there_is_not_waited_for() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         made = connection(
-            f"http://127.0.0.1:{free.getsockname()[1]}", said := [], retry_timeout=600.0, start_patience=0.5
+            f"http://127.0.0.1:{free.getsockname()[1]}", said := [], retry_timeout=600.0, start_timeout=0.5
         )
-        words = r"cannot be reached .*; given up after \d s \(teachers\[0\]\.remote\.start_patience\); is it running, and is"
+        words = (
+            r"cannot be reached .*; given up after \d s \(teachers\[0\]\.remote\.start_timeout\); is it running, and is"
+        )
         with pytest.raises(PotstillError, match=words):
             made.get("/version")
         made.close()
@@ -344,7 +346,7 @@ def test_a_server_that_was_never_there_is_not_waited_for() -> None:
 
 def test_a_server_that_was_there_is_waited_for() -> None:
     with saying(OK + b"content-length: 2\r\nconnection: close\r\n\r\n{}") as (address, _):
-        made = connection(address, said := [], retry_timeout=1.0, start_patience=0.0)
+        made = connection(address, said := [], retry_timeout=1.0, start_timeout=0.0)
         made.get("/version")
     with pytest.raises(
         PotstillError, match=r"cannot be reached .*given up after \d s \(teachers\[0\]\.remote\.retry_timeout\)$"

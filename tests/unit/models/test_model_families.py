@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
 LIST = Path(os.environ.get("POTSTILL_ASSETS", TOOLS.parents[1] / "shared" / "assets")) / "field" / "families.txt"
 # Dense, soft-capped, a hybrid, experts, one that also sees, recurrent.
 SAMPLE = ["llama", "gemma2", "falcon_h1", "mixtral", "qwen3_vl", "mamba2"]

@@ -23,7 +23,7 @@ from potstill.models import load_teacher
 from potstill.types import DenseTarget
 
 CPU = torch.device("cpu")
-ASSETS = Path(os.environ.get("POTSTILL_ASSETS", Path(__file__).parents[3] / "shared" / "assets"))
+ASSETS = Path(os.environ.get("POTSTILL_ASSETS", Path(__file__).parents[4] / "shared" / "assets"))
 STORIES = ASSETS / "data" / "tinystories" / "stories_clean.jsonl"
 EIGHTEEN_BITS = 2**18
 DOCUMENTS = 4  # of a real teacher

@@ -19,13 +19,13 @@ import torch
 import potstill
 from potstill.cache.build import build
 from potstill.cache.codec import Format, encode, from_bytes, read_sampled, read_top_k, to_bytes
-from potstill.cache.command import show_info
 from potstill.cache.convert import convert_cache
 from potstill.cache.manifest import identity_of, part, read_manifest
 from potstill.cache.reader import load_head
 from potstill.cache.shard import open_shard
 from potstill.cache.store import Cache, shard_names
 from potstill.cache.verify import verify
+from potstill.cli.cache_command import show_info
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
 from potstill.files import MANIFEST
 from potstill.models import load_teacher
