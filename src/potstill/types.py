@@ -125,7 +125,7 @@ class Spelling:
     students: int  # ids of the student
     main: Tensor  # int64 [students]; the lexicon, as text.PrefixTable has it
     more_token: Tensor  # int64 [M]
-    more_slot: Tensor  # int64 [M]; which of `combine_teachers` each counts for
+    more_slot: Tensor  # int64 [M]; which of `several` each counts for
     several: Tensor  # int64 [S]; the student's ids that more than one counts for, increasing
     nowhere: Tensor  # int64; those that none does, increasing
     whole: Tensor  # bool [teacher ids]

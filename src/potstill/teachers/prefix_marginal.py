@@ -137,7 +137,7 @@ class Speller:
                 "main",
                 "more_token",
                 "more_slot",
-                "combine_teachers",
+                "several",
                 "nowhere",
                 "whole",
                 "begin",

@@ -645,7 +645,7 @@ def test_a_folder_that_is_no_cache(tmp_path):
             {"model": "x", "weights": "abc", "dtype": "bfloat16"},
             "another teacher (dtype float32, now bfloat16)",
         ),
-        ("kind", "top_k", "another kind (chosen, now top_k)"),
+        ("kind", "top_k", "another kind (token_logprobs, now top_k)"),
         ("signal", signal_keys(replace(FORM, vocabulary=501)), "another signal (vocabulary 500, now 501)"),
         ("tokenizer", "other", "another tokenizer (def, now other)"),
         ("chat", {"template": "x", "kwargs": {}}, "another chat (template null, now x)"),
