@@ -65,7 +65,7 @@ def test_golden_rows(name, beta):
 CASES = list(itertools.product(DIVERGENCES, [1.0, 2.5], [0, 1, 3]))
 
 
-@pytest.mark.parametrize(("name", "t", "span_likelihood"), CASES)
+@pytest.mark.parametrize(("name", "t", "chunk"), CASES)
 def test_equals_the_naive_twin(name, t, chunk, either_way):
     generator = torch.Generator().manual_seed(3)
     whole, teacher = (torch.randn(2, 6, 11, dtype=torch.float64, generator=generator) for _ in range(2))

@@ -172,7 +172,7 @@ def random_case():
 
 @pytest.mark.parametrize("discount", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("ratio_clip", [1.0, 1.2, 100.0])
-@pytest.mark.parametrize("combine_teachers", [False, True])
+@pytest.mark.parametrize("several", [False, True])
 def test_equals_autograd(discount, ratio_clip, several):
     logits, labels, behaviour, lengths, teachers = random_case()
     teachers = teachers if several else [(1.0, teachers[0][1])]
