@@ -76,5 +76,5 @@ class OnPolicyEval:
                     out = fused_linear_kd(head.hidden, head.weight, target, divergence=divergence, **options)
                     sums[place] += out.kd.double().sum().cpu()
                 rows += len(batch.rows)
-        found = {name.replace("rollout", "own"): value for name, value in about(written).items()}
+        found = {f"on_policy_{name.removeprefix('rollout_')}": value for name, value in about(written).items()}
         return {"on_policy_reverse_kl": float(sums[0] / rows), "on_policy_forward_kl": float(sums[1] / rows), **found}

@@ -44,7 +44,7 @@ def _page(runs: list[Run]) -> str:
         _part("page.html"),
         {
             # The one script may run because its hash is named: text that broke out of its place still could not run.
-            "rollouts": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
+            "policy": f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
             "base-uri 'none'; form-action 'none'",
             "title": escape(title),
             "subtitle": escape(_subtitle(runs)),
