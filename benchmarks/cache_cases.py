@@ -31,7 +31,9 @@ from potstill.config.recipe import load_recipe
 from potstill.data import collate
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_teacher
-from potstill.teachers.stored import CachedTeacher
+from potstill.teachers.same_tokenizer import SameTokenizerView
+from potstill.teachers.stored import StoredSignal
+from potstill.teachers.teacher import Teacher
 from potstill.types import Batch, Example
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -319,7 +321,7 @@ def forget(folder: Path) -> None:
 
 def reading(kind: str) -> Callable[[Any, Path], dict[str, Any]]:
     def run(options: Any, work: Path) -> dict[str, Any]:
-        """Tokens a second of `CachedTeacher.prepare`, as the training calls it, eight documents a batch."""
+        """Tokens a second of `Teacher.prepare`, as the training calls it, eight documents a batch."""
         form = READ_FORMS[kind]
         index_tokens = 2_000_000 if options.quick else 100_000_000
         stored = min(index_tokens, 20_000_000 if kind.startswith("top_k") else 100_000_000)
@@ -330,7 +332,7 @@ def reading(kind: str) -> Callable[[Any, Path], dict[str, Any]]:
         found: dict[str, Any] = {"index_tokens": index_tokens, "stored_tokens": stored, "document_tokens": DOCUMENT}
         cache = with_keys(Cache(folder), index_tokens // DOCUMENT)
         found["bytes"] = cache.size
-        teacher = CachedTeacher(CacheReader(cache), form.vocabulary, "synthetic")
+        teacher = Teacher(StoredSignal(CacheReader(cache), form.vocabulary), SameTokenizerView(), "synthetic")
         random = np.random.default_rng(2)
         count = 512 if options.quick else 2048
         by_place = np.lexsort((cache._index[3], cache._index[2]))
@@ -338,7 +340,7 @@ def reading(kind: str) -> Callable[[Any, Path], dict[str, Any]]:
         orders = {"sequential": by_place[start : start + count], "random": random.permutation(len(cache))[:count]}
         asked = {name: examples_of(cache, places) for name, places in orders.items()}
 
-        def read(teacher: CachedTeacher, examples: list[Example]) -> dict[str, float]:
+        def read(teacher: Teacher[StoredSignal], examples: list[Example]) -> dict[str, float]:
             with Clock() as clock:
                 for begin in range(0, len(examples), 8):
                     teacher.prepare(SimpleNamespace(examples=examples[begin : begin + 8]))  # type: ignore[arg-type]
@@ -365,7 +367,7 @@ def _from_disk(form: Format, folder: Path, orders: Any, asked: Any, documents: i
         gc.collect()
         forget(folder)
         cache = with_keys(Cache(folder), documents)
-        teacher = CachedTeacher(CacheReader(cache), form.vocabulary, "synthetic")
+        teacher = Teacher(StoredSignal(CacheReader(cache), form.vocabulary), SameTokenizerView(), "synthetic")
         with Clock() as clock:
             for begin in range(0, len(asked[name]), 8):
                 teacher.prepare(SimpleNamespace(examples=asked[name][begin : begin + 8]))  # type: ignore[arg-type]

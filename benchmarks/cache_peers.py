@@ -26,7 +26,9 @@ from potstill.cache.reader import CacheReader
 from potstill.cache.store import Cache
 from potstill.config import StoreConfig
 from potstill.losses.dense import target_logits
-from potstill.teachers.stored import CachedTeacher
+from potstill.teachers.same_tokenizer import SameTokenizerView
+from potstill.teachers.stored import StoredSignal
+from potstill.teachers.teacher import Teacher
 from potstill.types import Example
 
 Sequence = dict[str, np.ndarray]  # inputs [L], top_k_indices and top_k_logits [L, K]
@@ -183,8 +185,9 @@ def _read_parquet(path: Path, k: int) -> int:
 
 
 def _read_cache(cache: Cache, examples: list[Example]) -> int:
-    teacher, rows = CachedTeacher(CacheReader(cache), cache.form.vocabulary, "cache"), 0
+    teacher, rows = Teacher(StoredSignal(CacheReader(cache), cache.form.vocabulary), SameTokenizerView(), "cache"), 0
     for begin in range(0, len(examples), 8):
-        target: Any = teacher.prepare(SimpleNamespace(examples=examples[begin : begin + 8]))  # type: ignore[arg-type]
+        made = teacher.prepare(SimpleNamespace(examples=examples[begin : begin + 8]))  # type: ignore[arg-type]
+        target: Any = made.signals[0].target
         rows += len(target.ids)
     return rows

@@ -26,7 +26,7 @@ from potstill.data import collate
 from potstill.models import LanguageModel, check_fit, load_student, load_teacher, quiet, shared_ids
 from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.transformers import TransformersEngine
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.live import live_teacher
 from potstill.training.loop import train
 from potstill.training.run import Callback, Run
 from potstill.training.student import LossKnobs, StudentLoss
@@ -76,7 +76,7 @@ def teacher(folder: Path) -> str:
     """Forward KL to it, and the student's gradient, are those by its own logits."""
     learner = load_student(StudentConfig(config=LEARNER, tokenizer=TOKENIZER), CPU, 1)
     model = load_teacher(TeacherConfig(model=str(folder / "model")), CPU, "teachers[0]")
-    live = LiveTeacher(model, shared_ids(learner, model, "teachers[0]"), "teacher")
+    live = live_teacher(model, shared_ids(learner, model, "teachers[0]"), "teacher")
     module = StudentLoss(learner).eval()
     batch = _batch([[text] for text in _texts()])
     ours, gradients = _step(module, batch, [(1.0, live.targets(batch))], DISTIL)

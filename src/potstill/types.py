@@ -272,28 +272,37 @@ class TokenLogprobsTarget:
 Target = DenseTarget | TopKTarget | SampledTarget | CrossTarget | TokenLogprobsTarget
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a teacher made ready of a micro-batch, on the host and ahead of its step."""
+
+    known: npt.NDArray[np.bool_] | None = None  # [N]; the rows that it says something at; None: all
+    counts: Mapping[str, int] = field(default_factory=dict)  # of the alignment of two tokenizers, for the log
+
+
 class Teacher(Protocol):
     """Where a teacher's signal comes from is its own business; the loop asks for targets and nothing else."""
 
     name: str
     weight: float
     ahead: int  # micro-batches that are best prepared at once: requests under way at a server
+    fixed: bool  # a document that it lacks is an error: nobody is to compute it, or to leave it out
 
     def missing(self, batch: Batch) -> Sequence[int]:
         """Examples of the batch that it has nothing to say about and that are to be left out. On another thread."""
         ...
 
-    def prepare(self, batch: Batch) -> Any:
-        """What can be made ready before `targets` is called, on the host and on another thread. Has it `counts`, they are
-        logged; has it `known` [N], the teacher says something at those rows only."""
+    def check_there(self, examples: Sequence[Example]) -> None:
+        """Of a fixed one: an error where it lacks one of them."""
         ...
 
-    def complete(self, batch: Batch, prepared: Any) -> Any:
-        """What was prepared, with what had to be left undone then: computing what a cache lacks."""
+    def prepare(self, batch: Batch) -> Prepared:
+        """What can be made ready on the host and on another thread."""
         ...
 
-    def targets(self, batch: Batch, prepared: Any) -> Target:
-        """What the teacher says at each of the batch's rows, on the batch's device, outside autograd."""
+    def answer(self, batch: Batch, prepared: Prepared) -> tuple[Target | None, Prepared]:
+        """What the teacher says at each of the batch's rows, on the batch's device, outside autograd; None: nothing at any of
+        them. And what was prepared, together with what had to be left to the device: computing what a cache lacks."""
         ...
 
     def close(self) -> None:

@@ -238,11 +238,11 @@ def test_an_error_of_a_teacher_ends_a_run_with_its_steps_saved(
     runs: TinyRuns, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     """At the first or the second micro-batch of the third step."""
-    from potstill.teachers.live import LiveTeacher
+    from potstill.teachers.teacher import Teacher
 
-    asked = LiveTeacher.targets
+    asked = Teacher.answer
 
-    def targets(self: Any, batch: Any, prepared: Any = None) -> Any:
+    def answer(self: Any, batch: Any, prepared: Any) -> Any:
         calls.append(batch)
         if len(calls) == call:
             raise PotstillError("the teacher is gone")
@@ -251,7 +251,7 @@ def test_an_error_of_a_teacher_ends_a_run_with_its_steps_saved(
     calls: list[Any] = []
     dropout = "student.dropout=0.1"
     potstill.train(runs.recipe("whole", dropout, rollouts=OWN))
-    monkeypatch.setattr(LiveTeacher, "targets", targets)
+    monkeypatch.setattr(Teacher, "answer", answer)
     options = [dropout, "checkpoint.every=null"]
     with pytest.raises(PotstillError, match="the teacher is gone; the run is saved at step 2"):
         potstill.train(runs.recipe("run", *options, rollouts=OWN))

@@ -8,10 +8,14 @@ from typing import Any
 from tiny_models import write_jsonl
 
 from potstill.cache.build import build
-from potstill.config import DataConfig, LossConfig, StoreConfig
+from potstill.config import CrossTokenizerConfig, DataConfig, LossConfig, StoreConfig
 from potstill.data import StepBatches
 from potstill.models import LanguageModel
-from potstill.teachers.combine import ask
+from potstill.teachers.combine import compute_targets
+from potstill.teachers.cross_tokenizer import cross_tokenizer_view
+from potstill.teachers.live import LiveModel
+from potstill.teachers.reading import TeacherReader
+from potstill.teachers.teacher import Teacher
 from potstill.training.student import LossKnobs, StudentLoss
 
 KD = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
@@ -77,7 +81,13 @@ def relative(ours, theirs) -> float:
 
 def answers(teacher, batches):
     """The teacher's targets of each batch, with their weights."""
-    return [ask([teacher], [teacher.complete(batch, teacher.prepare(batch))], batch, LossConfig()) for batch in batches]
+    return [compute_targets([teacher], [teacher.prepare(batch)], batch, LossConfig()) for batch in batches]
+
+
+def cross_teacher(student, teacher, config: CrossTokenizerConfig, temperature: float = 1.0) -> Teacher[LiveModel]:
+    """A model as a teacher with another tokenizer, whatever its own is."""
+    view, width = cross_tokenizer_view(student, teacher.tokenizer, teacher.vocabulary, config, temperature)
+    return Teacher(LiveModel(teacher, width, TeacherReader(teacher.tokenizer, teacher.positions, {})), view, "teacher")
 
 
 def targets_of(teacher, batches):

@@ -13,7 +13,7 @@ import potstill
 from potstill.config import LossConfig, TeacherConfig
 from potstill.config.recipe import load_recipe
 from potstill.losses.dense import target_logits
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.live import LiveModel
 from potstill.teachers.open import open_teachers
 from potstill.training.checkpoint import Progress
 from potstill.training.feed import open_feed
@@ -96,7 +96,7 @@ def test_as_a_teacher_it_says_what_the_live_model_says(vllm_server: str, tmp_pat
         [TeacherConfig(model="shipped:teacher")], parts.student, parts.data, LossConfig(), parts.device
     )
     live = live_parts.teachers[0]
-    assert isinstance(live, LiveTeacher)
+    assert isinstance(live.source, LiveModel)
     with open_feed(loaded, parts, Progress(0, 0, None, {}, 1, None, None), tmp_path / "again", None) as feed:
         step = next(feed)
         for batch, ready in zip(step.window.batches, step.ready, strict=True):

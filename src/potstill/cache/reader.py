@@ -26,14 +26,19 @@ from potstill.models import load_tokenizer
 from potstill.types import Batch, DenseTarget, Example, PotstillError
 
 
-class SignalSource(Protocol):
-    """Where documents of a teacher come from: a cache (CacheReader), or a server (remote.RemoteSource)."""
+class DocumentSource(Protocol):
+    """Where documents with a teacher's signal come from: a cache, or a server (teachers.remote.ScoredDocuments)."""
 
     form: Format
     ahead: int  # as the Teacher's
+    fixed: bool
 
     def missing(self, batch: Batch) -> Sequence[int]:
         """Examples that it has not, and that are to be left out."""
+        ...
+
+    def check_there(self, examples: Sequence[Example]) -> None:
+        """An error where it is fixed and lacks one of them."""
         ...
 
     def documents(self, examples: Sequence[Example]) -> Documents | None:
@@ -76,12 +81,8 @@ class CacheReader:
         self._writer = writer
         self._data = data
         self._piece = piece
+        self.fixed = writer is None and not skip_missing
         self._heads: dict[tuple[torch.device, int], DenseTarget] = {}
-
-    @property
-    def fixed(self) -> bool:
-        """Whether a document that is missing is an error: nobody is to compute it, or to leave it out."""
-        return self._writer is None and not self._skip
 
     def head(self, device: torch.device, width: int) -> DenseTarget:
         """The teacher's own, over so many ids; of a cache of hidden states."""
@@ -96,8 +97,7 @@ class CacheReader:
         return [i for i, at in enumerate(found) if at < 0]
 
     def check_there(self, examples: Sequence[Example]) -> None:
-        """An error where one of them is missing."""
-        asked = [example for example in examples if example.supervised.any()]
+        asked = [example for example in examples if example.supervised.any() and self.fixed]
         found = self.cache.find([example.key for example in asked])
         if (found < 0).any():
             raise self._missing(asked[int(np.argmax(found < 0))])

@@ -19,9 +19,10 @@ from potstill.evals.reference import Reference, behind_server, in_cache
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel, check_fit, load_student
 from potstill.parallel.mesh import pick_device
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.live import LiveModel
 from potstill.teachers.open import open_live
 from potstill.teachers.remote import RemoteOrigin, open_server
+from potstill.teachers.teacher import Teacher
 from potstill.types import PotstillError
 
 SUFFIXES = (".jsonl", ".json", ".gz", ".parquet", ".arrow", ".txt")
@@ -55,8 +56,8 @@ def evaluate_model(
         student = load_student(StudentConfig(model=model, revision=revision, **options), device, seed=0, key="MODEL")
         opened = None if teacher is None else _opened(teacher, student, options, token_env, device)
         models: list[tuple[str, Any]] = [(model, student)]
-        if isinstance(opened, LiveTeacher):
-            models.append((opened.name, opened.language_model))
+        if isinstance(opened, Teacher):
+            models.append((opened.name, opened.source.language_model))
         readers = [*(one for _, one in models), *([opened] if isinstance(opened, RemoteOrigin) else [])]
         if max_length is None:
             length = min([1024, *(reader.positions for reader in readers if reader.positions)])
@@ -81,7 +82,7 @@ def evaluate_model(
 
 def _opened(
     teacher: str, student: LanguageModel, options: dict[str, Any], token_env: str | None, device: torch.device
-) -> LiveTeacher | RemoteOrigin | Path:
+) -> Teacher[LiveModel] | RemoteOrigin | Path:
     """A model, a server, or the folder of a cache."""
     if teacher.startswith(("http://", "https://")):
         if "dtype" in options:
@@ -97,7 +98,7 @@ def _opened(
 
 def _reference(
     teacher: str | None,
-    opened: LiveTeacher | RemoteOrigin | Path | None,
+    opened: Teacher[LiveModel] | RemoteOrigin | Path | None,
     student: LanguageModel,
     data: DataConfig,
     batch_size: int,

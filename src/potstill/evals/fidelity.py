@@ -96,7 +96,7 @@ def _compared(
         for host_batch, prepared in ready:
             batch = host_batch.to(device)
             head = student.at_rows(student.hidden(batch, batch.rows.student))
-            target = None if teacher is None else teacher.targets(batch, teacher.complete(batch, prepared))
+            target = None if teacher is None or prepared is None else teacher.answer(batch, prepared)[0]
             scored = sum(example.supervised_bytes for example in host_batch.examples)
             yield len(batch.rows), compare_rows(head, batch.rows.labels, target), scored
 

@@ -17,7 +17,8 @@ from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.prompts import Answers, Prompt, Prompter, stop_ids
 from potstill.rollouts.sampling import rollout_seed
 from potstill.rollouts.transformers import TransformersEngine
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.live import LiveModel
+from potstill.teachers.teacher import Teacher
 from potstill.types import PotstillError
 
 
@@ -27,7 +28,7 @@ class OnPolicyEval:
     def __init__(
         self,
         student: LanguageModel,
-        teacher: LiveTeacher,
+        teacher: Teacher[LiveModel],
         data: DataConfig,
         *,
         texts: int,

@@ -19,15 +19,18 @@ from potstill.evals.fidelity import evaluate
 from potstill.models import LanguageModel, difference
 from potstill.teachers.open import TeacherSet
 from potstill.teachers.remote import RemoteOrigin, open_remote
-from potstill.teachers.stored import CachedTeacher, check_cache
-from potstill.types import Batch, PotstillError, Teacher
+from potstill.teachers.same_tokenizer import SameTokenizerView
+from potstill.teachers.stored import StoredSignal, check_cache
+from potstill.teachers.teacher import Teacher
+from potstill.types import Batch, PotstillError
+from potstill.types import Teacher as AnyTeacher
 
 
 @dataclass(frozen=True)
 class Reference:
     """A teacher, and the text that it is asked about where that is not the one that is scored."""
 
-    teacher: Teacher
+    teacher: AnyTeacher
     batches: Sequence[Batch] | None = None
     note: str | None = None  # what is worth a word
     away: bool = False  # it may be: a server
@@ -112,7 +115,8 @@ def in_cache(
     cache = Cache(folder)
     data = as_cached(data, cache.manifest).model_copy(update={"shuffle": False})
     width, temperature = check_cache(cache, student, data, LossConfig(), where)
-    teacher = CachedTeacher(CacheReader(cache, skip_missing=True), width, str(folder), temperature=temperature)
+    source = StoredSignal(CacheReader(cache, skip_missing=True), width, temperature)
+    teacher = Teacher(source, SameTokenizerView(), str(folder))
     windows = StepBatches(
         data,
         student.tokenizer,

@@ -1,40 +1,65 @@
-"""A teacher that runs in the process."""
+"""A model in the process as a source of signal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
+from potstill.data import collate
 from potstill.models import LanguageModel
-from potstill.types import Batch, DenseTarget
+from potstill.teachers.protocols import Asked, Reading, Signal
+from potstill.teachers.same_tokenizer import SameTokenizerView
+from potstill.teachers.teacher import Teacher
+from potstill.types import Batch, Example
 
 
-class LiveTeacher:
-    """A frozen model read at every batch. It gives hidden states and its head, not logits."""
+class LiveModel:
+    """A frozen model that is run on every batch. It gives hidden states and its head, not logits. `read`: examples in its own
+    tokens; None: in the student's."""
 
     ahead = 1
+    fixed = False
 
-    def __init__(self, language_model: LanguageModel, width: int, name: str, weight: float = 1.0) -> None:
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        width: int,
+        read: Callable[[Sequence[Example]], list[Example]] | None = None,
+    ) -> None:
         self.language_model = language_model
-        self.width = width  # ids that student and teacher share; the rest take no part
-        self.name = name
-        self.weight = weight
+        self.width = width  # ids that take part: those that the student shares, or all that the tokenizer has
+        self._read = read
 
     def missing(self, batch: Batch) -> Sequence[int]:
         return ()
 
-    def prepare(self, batch: Batch) -> None:
-        """There is nothing to do without the device."""
+    def check_there(self, examples: Sequence[Example]) -> None:
+        """Nothing is missing."""
 
-    def complete(self, batch: Batch, prepared: Any) -> Any:
-        return prepared
+    def read(self, batch: Batch, compute: bool) -> Reading:
+        if self._read is None:
+            return Reading(batch.examples)
+        examples = self._read(batch.examples)
+        return Reading(examples, collate([[example] for example in examples], pad_id=0))
 
-    @torch.no_grad()  # not inference_mode: its tensors could not enter the student's backward
-    def targets(self, batch: Batch, prepared: Any = None) -> DenseTarget:
-        hidden = self.language_model.hidden(batch, batch.rows.teacher)
-        return self.language_model.at_rows(hidden, self.width)
+    def prepare(self, reading: Reading, asked: Sequence[Asked]) -> Sequence[Signal]:
+        return ()
+
+    def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], signals: Sequence[Signal]) -> list[Signal]:
+        positions = batch.rows.teacher
+        if reading.batch is not None:
+            batch, width = reading.batch.to(positions.device), reading.batch.input_ids.shape[1]
+            places = np.concatenate([one.document * width + one.place - 1 for one in asked])
+            positions = torch.from_numpy(places).to(positions.device)
+        hidden = self.language_model.hidden(batch, positions).split([len(one.place) for one in asked])
+        return [Signal(self.language_model.at_rows(part, self.width)) for part in hidden]
 
     def close(self) -> None:
         """It keeps nothing."""
+
+
+def live_teacher(language_model: LanguageModel, width: int, name: str, weight: float = 1.0) -> Teacher[LiveModel]:
+    """A model with the student's tokenizer, over the ids that the two share."""
+    return Teacher(LiveModel(language_model, width), SameTokenizerView(), name, weight)

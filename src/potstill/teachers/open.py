@@ -23,13 +23,16 @@ from potstill.config import DataConfig, LossConfig, TeacherConfig
 from potstill.data import StepBatch, without
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel, difference, load_teacher, load_tokenizer, shared_ids
-from potstill.teachers.combine import RoutedTeacher
-from potstill.teachers.cross_tokenizer import AlignedCached, AlignedTeacher, Rereader, check_cross_tokenizer
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.cross_tokenizer import check_cross_tokenizer, cross_tokenizer_view
+from potstill.teachers.live import LiveModel, live_teacher
+from potstill.teachers.protocols import SignalSource, TokenizerView
+from potstill.teachers.reading import TeacherReader
 from potstill.teachers.remote import RemoteOrigin, StudentTopK, open_remote, open_server
-from potstill.teachers.stored import CachedTeacher, check_cache, check_loss, check_pieces
-from potstill.teachers.tokenizer_pair import TokenizerPair
-from potstill.types import Batch, PotstillError, Teacher
+from potstill.teachers.same_tokenizer import SameTokenizerView
+from potstill.teachers.stored import StoredSignal, check_cache, check_loss, check_pieces
+from potstill.teachers.teacher import Teacher
+from potstill.types import Batch, PotstillError
+from potstill.types import Teacher as AnyTeacher
 
 SKIPPED = "skipped_examples"
 LOOKED_UP = 10_000  # documents, before a run begins
@@ -40,64 +43,130 @@ NOTHING_LEFT = "data: on_missing is skip, and the cache has none of the document
 class TeacherSet:
     """The teachers of a run, and the models among them."""
 
-    teachers: Sequence[Teacher]
-    live: Sequence[LiveTeacher]  # those whose model is in the process, to evaluate against
+    teachers: Sequence[Teacher[SignalSource]]
+    live: Sequence[Teacher[LiveModel]]  # those in the process with the student's tokenizer, to evaluate against
     notes: Sequence[str] = ()  # what their user should know
     identities: list[str | None] = field(default_factory=list)  # fingerprints of those behind servers
     writer: LanguageModel | RemoteOrigin | None = None  # the first of them, where it can be asked to write
 
 
+@dataclass(frozen=True)
+class Opening:
+    """A teacher of a recipe that is to be opened."""
+
+    config: TeacherConfig
+    student: LanguageModel
+    data: DataConfig
+    loss: LossConfig
+    where: str
+
+    def differs(self, tokenizer: Any) -> bool:
+        return difference(self.student.tokenizer, tokenizer) is not None
+
+    def teacher(self, source: SignalSource, view: TokenizerView) -> Teacher[SignalSource]:
+        return Teacher(source, view, self.config.name, self.config.weight, self.config.filter)
+
+    def model(self, language_model: LanguageModel) -> Teacher[SignalSource]:
+        config, student, tokenizer = self.config, self.student, language_model.tokenizer
+        if not self.differs(tokenizer) and config.context_column is None:
+            width = shared_ids(student, language_model, self.where)
+            return self.teacher(LiveModel(language_model, width), SameTokenizerView())
+        temperature = check_cross_tokenizer(config.cross_tokenizer, self.loss, self.where)
+        view, width = cross_tokenizer_view(
+            student, tokenizer, language_model.vocabulary, config.cross_tokenizer, temperature
+        )
+        read = TeacherReader(tokenizer, language_model.positions, chat_kwargs(self.data), config.context_column)
+        return self.teacher(LiveModel(language_model, width, read), view)
+
+    def server(self, origin: RemoteOrigin) -> Teacher[SignalSource]:
+        other = self.differs(origin.tokenizer) or self.config.context_column is not None
+        return open_remote(self.config, origin, self.student, self.data, self.loss, self.where, other=other)
+
+    def cache(self, folder: Path, origin: Origin | None, tokenizer: Any) -> Teacher[SignalSource]:
+        """`origin`: of what the cache lacks."""
+        config, where, other = self.config, f"{self.where}.cache", self.differs(tokenizer)
+        writer, piece = None, piece_of
+        if origin is not None:
+            form = origin.format(config.store)  # checked before there is a folder
+            if other:
+                check_cross_tokenizer(config.cross_tokenizer, self.loss, where, form)
+                piece = TeacherReader(tokenizer, origin.positions, chat_kwargs(self.data)).piece
+            else:
+                check_loss(form, self.loss, where)
+            writer = CacheWriter(origin, config.store, folder, data=self.data)
+        cache, skip = Cache(folder), config.on_missing == "skip"
+        documents = CacheReader(cache, skip_missing=skip, writer=writer, data=self.data, piece=piece, own_ids=not other)
+        if not other:
+            width, temperature = check_cache(cache, self.student, self.data, self.loss, where)
+            view: TokenizerView = SameTokenizerView(logprobs_only=self.loss.policy_gradient)
+            return self.teacher(StoredSignal(documents, width, temperature), view)
+        check_pieces(cache, self.data, where)
+        method = config.cross_tokenizer.method
+        if "imported" in cache.manifest and method in ("common_vocab", "projection", "span_likelihood"):
+            raise PotstillError(
+                f"{where}: the cache was imported, and does not know how likely the text's own tokens were where they are not "
+                f"among the entries, which cross_tokenizer.method {method} needs: take prefix_marginal or uld"
+            )
+        temperature = check_cross_tokenizer(config.cross_tokenizer, self.loss, where, cache.form)
+        view, width = cross_tokenizer_view(
+            self.student, tokenizer, cache.form.vocabulary, config.cross_tokenizer, temperature
+        )
+        return self.teacher(StoredSignal(documents, width, temperature), view)
+
+
 def open_live(
     config: TeacherConfig, student: LanguageModel, device: torch.device, where: str, key: str | None = None
-) -> LiveTeacher:
+) -> Teacher[LiveModel]:
     """`key`: what messages call a teacher that is from no recipe."""
     language_model = load_teacher(config, device, where, key)
-    return LiveTeacher(language_model, shared_ids(student, language_model, where), config.name, config.weight)
+    return live_teacher(language_model, shared_ids(student, language_model, where), config.name, config.weight)
 
 
 def open_teachers(
     configs: Sequence[TeacherConfig], student: LanguageModel, data: DataConfig, loss: LossConfig, device: torch.device
 ) -> TeacherSet:
-    teachers: list[Teacher] = []
-    live, identities = [], []
+    teachers, live, identities, writers = [], [], [], []
     notes: list[str] = []
-    writer: LanguageModel | RemoteOrigin | None = None
     for index, config in enumerate(configs):
         where = f"teachers[{index}]"
         opening = Opening(config, student, data, loss, where)
-        language_model = None if config.model is None else load_teacher(config, device, where)
+        model = None if config.model is None else load_teacher(config, device, where)
         server = None if config.server is None else open_server(config, where)
-        there = language_model or server
-        identities.append(None if server is None else server.identity.weights)
-        writer = there if index == 0 else writer
-        notes.extend([] if language_model is None else language_model.notes)
-        tokenizer = there.tokenizer if there is not None else opening.cached_tokenizer()
+        there = model or server
+        tokenizer = _cached_tokenizer(config, where) if there is None else there.tokenizer
         reason = difference(student.tokenizer, tokenizer)
+        identities.append(None if server is None else server.identity.weights)
+        writers.append(there)
+        notes.extend([] if model is None else model.notes)
         if reason is not None:
             notes.append(f"{where}: {reason}. Texts are aligned by bytes, method {config.cross_tokenizer.method}")
-        if reason is None and language_model is not None:
-            model = LiveTeacher(language_model, shared_ids(student, language_model, where), config.name, config.weight)
-            live.append(model)
-        teacher: Teacher
+        elif model is not None:
+            live.append(live_teacher(model, shared_ids(student, model, where), config.name, config.weight))
         if config.cache is not None:
-            origin = server if language_model is None else LiveOrigin(language_model, config.name)
-            teacher = opening.from_cache(origin, None if reason is None else tokenizer)
+            origin = server if model is None else LiveOrigin(model, config.name)
+            teacher = opening.cache(Path(config.cache), origin, tokenizer)
         elif server is not None:
-            other = reason is not None or config.context_column is not None
-            teacher = open_remote(config, server, student, data, loss, where, other=other)
-        elif reason is not None or config.context_column is not None:
-            assert language_model is not None
-            teacher = opening.aligned(language_model)
+            teacher = opening.server(server)
         else:
-            teacher = model
+            assert model is not None
+            teacher = opening.model(model)
         _check_several(teacher, config, loss, where)
-        teachers.append(RoutedTeacher(teacher, config.filter) if config.filter else teacher)
-    return TeacherSet(teachers, live, notes, identities, writer)
+        teachers.append(teacher)
+    return TeacherSet(teachers, live, notes, identities, writers[0] if writers else None)
 
 
-def _check_several(teacher: Teacher, config: TeacherConfig, loss: LossConfig, where: str) -> None:
-    form = teacher.form if isinstance(teacher, CachedTeacher | AlignedCached) else None
-    whole = isinstance(teacher, LiveTeacher) or (isinstance(teacher, CachedTeacher) and teacher.form.kind == "hidden")
+def _cached_tokenizer(config: TeacherConfig, where: str) -> Any:
+    folder = Path(config.cache or "")
+    check_beside(folder, read_manifest(folder))
+    return load_tokenizer(str(tokenizer_of(folder)), f"{where}.cache")
+
+
+def _check_several(teacher: Teacher[SignalSource], config: TeacherConfig, loss: LossConfig, where: str) -> None:
+    source = teacher.source
+    form = source.documents.form if isinstance(source, StoredSignal) else None
+    whole = isinstance(teacher.view, SameTokenizerView) and (
+        isinstance(source, LiveModel) or (form is not None and form.kind == "hidden")
+    )
     if loss.combine_teachers == "average" and (not whole or config.filter):
         raise PotstillError(
             f"{where}: loss.combine_teachers is average, for which a teacher must give whole distributions over the "
@@ -116,7 +185,7 @@ def _check_several(teacher: Teacher, config: TeacherConfig, loss: LossConfig, wh
             f"which does not tell the teacher's {loss.teacher_weighting}, as loss.teacher_weighting asks: take "
             "teacher_weighting: ce, or kind hidden"
         )
-    if (loss.combine_teachers == "best" or loss.teacher_weighting) and isinstance(teacher, StudentTopK):
+    if (loss.combine_teachers == "best" or loss.teacher_weighting) and isinstance(source, StudentTopK):
         raise PotstillError(
             f"{where}.remote.kind: student_top_k does not tell how sure the teacher is, as loss."
             f"{'combine_teachers' if loss.combine_teachers == 'best' else 'teacher_weighting'} asks: use top_k or hidden"
@@ -127,78 +196,6 @@ def _check_several(teacher: Teacher, config: TeacherConfig, loss: LossConfig, wh
             f"{'combine_teachers' if loss.combine_teachers == 'best' else 'teacher_weighting'} asks: build one of kind "
             "top_k or hidden"
         )
-
-
-@dataclass(frozen=True)
-class Opening:
-    """A teacher of a recipe that is not simply a model with the student's tokenizer."""
-
-    config: TeacherConfig
-    student: LanguageModel
-    data: DataConfig
-    loss: LossConfig
-    where: str
-
-    def cached_tokenizer(self) -> Any:
-        folder = Path(self.config.cache or "")
-        check_beside(folder, read_manifest(folder))
-        return load_tokenizer(str(tokenizer_of(folder)), f"{self.where}.cache")
-
-    def aligned(self, language_model: LanguageModel) -> AlignedTeacher:
-        config = self.config
-        return AlignedTeacher(
-            language_model,
-            TokenizerPair(
-                self.student.tokenizer,
-                language_model.tokenizer,
-                config.cross_tokenizer,
-                (self.student.vocabulary, language_model.vocabulary),
-            ),
-            config.name,
-            config.weight,
-            temperature=check_cross_tokenizer(config.cross_tokenizer, self.loss, self.where),
-            kwargs=chat_kwargs(self.data),
-            prompt=config.context_column,
-        )
-
-    def from_cache(self, origin: Origin | None, other: Any | None) -> CachedTeacher | AlignedCached:
-        """`origin`: of what the cache lacks. `other`: the teacher's tokenizer, where it is not the student's."""
-        config, where = self.config, f"{self.where}.cache"
-        assert config.cache is not None
-        folder, writer, piece = Path(config.cache), None, piece_of
-        if origin is not None:
-            form = origin.format(config.store)  # checked before there is a folder
-            if other is None:
-                check_loss(form, self.loss, where)
-            else:
-                check_cross_tokenizer(config.cross_tokenizer, self.loss, where, form)
-                piece = Rereader(other, origin.positions, chat_kwargs(self.data)).piece
-            writer = CacheWriter(origin, config.store, folder, data=self.data)
-        cache = Cache(folder)
-        skip = config.on_missing == "skip"
-        source = CacheReader(
-            cache, skip_missing=skip, writer=writer, data=self.data, piece=piece, own_ids=other is None
-        )
-        if other is None:
-            width, temperature = check_cache(cache, self.student, self.data, self.loss, where)
-            only = self.loss.policy_gradient
-            return CachedTeacher(source, width, config.name, config.weight, temperature=temperature, chosen_only=only)
-        check_pieces(cache, self.data, where)
-        if "imported" in cache.manifest and config.cross_tokenizer.method in (
-            "common_vocab",
-            "projection",
-            "span_likelihood",
-        ):
-            raise PotstillError(
-                f"{where}: the cache was imported, and does not know how likely the text's own tokens were where they "
-                "are not "
-                f"among the entries, which cross_tokenizer.method {config.cross_tokenizer.method} needs: take "
-                "prefix_marginal or uld"
-            )
-        temperature = check_cross_tokenizer(config.cross_tokenizer, self.loss, where, cache.form)
-        sizes = (self.student.vocabulary, cache.form.vocabulary)
-        pairing = TokenizerPair(self.student.tokenizer, other, config.cross_tokenizer, sizes)
-        return AlignedCached(source, pairing, config.name, config.weight, temperature=temperature)
 
 
 def as_teachers_need(data: DataConfig, configs: Sequence[TeacherConfig]) -> DataConfig:
@@ -222,7 +219,7 @@ class Prepared:
 
 def prepared(
     windows: Iterable[StepBatch],
-    teachers: Sequence[Teacher],
+    teachers: Sequence[AnyTeacher],
     counts: Mapping[str, int] = MappingProxyType({}),
     *,
     workers: int = 1,
@@ -251,7 +248,7 @@ def prepared(
             pool.shutdown(cancel_futures=True)
 
 
-def _ready(window: StepBatch, teachers: Sequence[Teacher], pool: ThreadPoolExecutor | None = None) -> Prepared:
+def _ready(window: StepBatch, teachers: Sequence[AnyTeacher], pool: ThreadPoolExecutor | None = None) -> Prepared:
     if pool is None:
         return Prepared(window, [[teacher.prepare(batch) for teacher in teachers] for batch in window.batches])
     begun = [[pool.submit(teacher.prepare, batch) for teacher in teachers] for batch in window.batches]
@@ -262,7 +259,9 @@ def _ready(window: StepBatch, teachers: Sequence[Teacher], pool: ThreadPoolExecu
             future.cancel()
 
 
-def _left(windows: Iterable[StepBatch], teachers: Sequence[Teacher], counts: Mapping[str, int]) -> Iterator[StepBatch]:
+def _left(
+    windows: Iterable[StepBatch], teachers: Sequence[AnyTeacher], counts: Mapping[str, int]
+) -> Iterator[StepBatch]:
     """The windows without what teachers lack."""
     skipped, unused = counts.get(SKIPPED, 0), 0
     barren: int | None = None  # the epoch since which nothing was left
@@ -282,23 +281,21 @@ def _left(windows: Iterable[StepBatch], teachers: Sequence[Teacher], counts: Map
         yield _counted(window, batches, skipped, unused)
 
 
-def check_there(windows: Callable[[], Iterable[StepBatch]], teachers: Sequence[Teacher], steps: int) -> None:
+def check_there(windows: Callable[[], Iterable[StepBatch]], teachers: Sequence[AnyTeacher], steps: int) -> None:
     """Before a run: that a cache with no model beside it has what the run reads first. What is missing further on is told when
     it is read ahead: to look everything up would be to read the data twice."""
-    asked = [(t.teacher, t.wants) if isinstance(t, RoutedTeacher) else (t, lambda _: True) for t in teachers]
-    shelves = [(t.source, wants) for t, wants in asked if isinstance(t, CachedTeacher | AlignedCached)]
-    caches = [(source, wants) for source, wants in shelves if isinstance(source, CacheReader) and source.fixed]
+    fixed = [teacher for teacher in teachers if teacher.fixed]
     looked_up = 0
-    for window in islice(windows(), steps) if caches else ():
+    for window in islice(windows(), steps) if fixed else ():
         examples = [example for batch in window.batches for example in batch.examples]
-        for source, wants in caches:
-            source.check_there([example for example in examples if wants(example)])
+        for teacher in fixed:
+            teacher.check_there(examples)
         looked_up += len(examples)
         if looked_up >= LOOKED_UP or window.epoch:
             return
 
 
-def count_left(windows: Iterable[StepBatch], teachers: Sequence[Teacher], progress: Callable[[int], None]) -> int:
+def count_left(windows: Iterable[StepBatch], teachers: Sequence[AnyTeacher], progress: Callable[[int], None]) -> int:
     """How many windows `prepared` gives."""
     total = 0
     for window in windows:
@@ -309,7 +306,7 @@ def count_left(windows: Iterable[StepBatch], teachers: Sequence[Teacher], progre
     return total
 
 
-def _lacking(batch: Batch, teachers: Sequence[Teacher]) -> list[int]:
+def _lacking(batch: Batch, teachers: Sequence[AnyTeacher]) -> list[int]:
     return sorted({i for teacher in teachers for i in teacher.missing(batch)})
 
 

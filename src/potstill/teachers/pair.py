@@ -12,10 +12,12 @@ from rich.console import Console
 from potstill.config import CrossTokenizerConfig, SourceConfig
 from potstill.config.recipe import checked
 from potstill.data import Source, collate
-from potstill.losses import CrossTarget, DenseTarget, fused_linear_kd
+from potstill.losses import DenseTarget, fused_linear_kd
 from potstill.models import load_tokenizer
-from potstill.teachers.prefix_marginal import Speller, spell_rows
-from potstill.teachers.tokenizer_pair import TokenizerPair, align_rows
+from potstill.teachers.cross_tokenizer import ChunkView
+from potstill.teachers.prefix_marginal import PrefixMarginalView
+from potstill.teachers.protocols import Signal
+from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks
 from potstill.text.show import encode, show_corpus, show_text
 from potstill.types import Batch, Example, PotstillError, Target
 
@@ -63,9 +65,9 @@ def check_pair(names: tuple[str, str], tokenizers: list[Any], text: str, console
         worst = _identity(itself, method, batch)
         console.print(f"{method}, {names[0]} with itself: differs from the plain divergence by {worst:.1e}")
         failed += [f"{method} with itself"] if worst > 1e-4 else []
-    found = align_rows(both, batch, [examples[1]])
-    covered = found.counts["tokens_in_chunks"] / max(1, len(batch.rows))
-    console.print(f"{found.counts['chunks']} chunks, {covered:.0%} of {names[0]}'s tokens in exact ones")
+    counts = aligned_chunks(both, batch, [examples[1]]).counts
+    covered = counts["tokens_in_chunks"] / max(1, len(batch.rows))
+    console.print(f"{counts['chunks']} chunks, {covered:.0%} of {names[0]}'s tokens in exact ones")
     for method in METHODS:
         lowest, drift = _signs(both, method, batch, examples[1])
         console.print(f"{method}: lowest value {lowest:.1e}, largest sum of a row's gradient {drift:.1e}")
@@ -83,39 +85,37 @@ def _example(tokenizer: Any, text: str) -> Example:
 
 
 def _target(
-    pairing: TokenizerPair, method: str, batch: Batch, read: Example, seed: int
+    pair: TokenizerPair, method: Any, batch: Batch, read: Example, seed: int
 ) -> tuple[Target, torch.Tensor, DenseTarget]:
     """A random teacher, the rows at which it says something, and what it says there over its own ids. By the methods of chunks,
     the other tokens of a chunk have a likelihood of e^−1 each."""
+    device = torch.device("cpu")
     if method == "prefix_marginal":
-        spelled = spell_rows(pairing, batch, [read])
-        source = DenseTarget(logits=_random(len(spelled.token), len(pairing.teacher), seed))
-        known = np.ones(len(batch.rows), dtype=np.bool_) if spelled.known is None else spelled.known
+        marginal = PrefixMarginalView(pair).plan(batch, [read])
+        source = DenseTarget(logits=_random(len(marginal.at.token), len(pair.teacher), seed))
+        known = np.ones(len(batch.rows), dtype=np.bool_) if marginal.known is None else marginal.known
         rows = torch.from_numpy(np.flatnonzero(known))
-        target = Speller(pairing).dense(spelled, source, torch.device("cpu"), 1.0)
-        return target, rows, source.select(torch.from_numpy(spelled.answer)[rows])
-    found = align_rows(pairing, batch, [read])
-    token, count = torch.from_numpy(found.token), len(found.token)
-    inner = -torch.bincount(torch.from_numpy(found.inner_owner), minlength=count).float()
-    logits = _random(count, len(pairing.teacher), seed)
-    logprob = logits.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
-    relation, start = pairing.relation(torch.device("cpu")), DenseTarget(logits=logits)
-    return CrossTarget(method, found.chunks, relation, start, token, logprob, inner, 4.0), found.chunks.first, start
+        target = marginal.target([Signal(source)], device)
+        return target, rows, source.select(torch.from_numpy(marginal.answer)[rows])
+    plan = ChunkView(pair, config=CrossTokenizerConfig(method=method)).plan(batch, [read])
+    source = DenseTarget(logits=_random(len(plan.first.token), len(pair.teacher), seed))
+    inner = -torch.ones(len(plan.inner.token))
+    return plan.target([Signal(source), Signal(token_logprobs=inner)], device), plan.chunks.first, source
 
 
 def _random(rows: int, width: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
-def _student(pairing: TokenizerPair, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    return _random(len(batch.rows), WIDTH, 1).requires_grad_(), _random(len(pairing.student), WIDTH, 2) / 2
+def _student(pair: TokenizerPair, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    return _random(len(batch.rows), WIDTH, 1).requires_grad_(), _random(len(pair.student), WIDTH, 2) / 2
 
 
-def _identity(pairing: TokenizerPair, method: str, batch: Batch) -> float:
-    hidden, head = _student(pairing, batch)
-    target, rows, start = _target(pairing, method, batch, batch.examples[0], 3)
+def _identity(pair: TokenizerPair, method: str, batch: Batch) -> float:
+    hidden, head = _student(pair, batch)
+    target, rows, start = _target(pair, method, batch, batch.examples[0], 3)
     assert start.logits is not None
-    logits = torch.zeros(len(batch.rows), len(pairing.teacher)).index_copy_(0, rows, start.logits)
+    logits = torch.zeros(len(batch.rows), len(pair.teacher)).index_copy_(0, rows, start.logits)
     gradients = []
     for one in (target, DenseTarget(logits=logits)):
         weight = torch.zeros(len(batch.rows)).index_fill_(0, rows, 1.0)
@@ -125,11 +125,11 @@ def _identity(pairing: TokenizerPair, method: str, batch: Batch) -> float:
     return float((gradients[0] - gradients[1]).abs().max())
 
 
-def _signs(pairing: TokenizerPair, method: str, batch: Batch, read: Example) -> tuple[float, float]:
+def _signs(pair: TokenizerPair, method: str, batch: Batch, read: Example) -> tuple[float, float]:
     """The lowest value of a row, and how far a row's gradient is from summing to 0 over the vocabulary."""
-    hidden, head = _student(pairing, batch)
-    target, rows, _ = _target(pairing, method, batch, read, 4)
-    bias = torch.zeros(len(pairing.student), requires_grad=True)
+    hidden, head = _student(pair, batch)
+    target, rows, _ = _target(pair, method, batch, read, 4)
+    bias = torch.zeros(len(pair.student), requires_grad=True)
     lowest = np.inf
     for divergence in ("forward_kl", "reverse_kl", "jsd"):
         out = fused_linear_kd(hidden, head, target, labels=batch.rows.labels, bias=bias, divergence=divergence)

@@ -1,4 +1,4 @@
-"""The method `prefix_marginal`: at each of the student's rows, the teacher's next token spelled in the student's tokens.
+"""The method `prefix_marginal`: at each of the student's rows, the teacher's next token as a distribution over the student's.
 
 A row is answered by the last of the teacher's tokens that begins at or before it. Where the row begins inside that token, only
 the teacher's tokens that begin with the bytes written since take part. N rows, U teacher tokens in chunks, K kept entries.
@@ -7,7 +7,7 @@ the teacher's tokens that begin with the bytes written since take part. N rows, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,21 +16,83 @@ import torch
 from torch import Tensor
 
 from potstill.losses import label_logprobs
-from potstill.teachers.tokenizer_pair import Ints, TokenizerPair, expanded, kept_chunks
-from potstill.text import PrefixTable, TokenTable
+from potstill.teachers.protocols import Asked, Ints, Signal
+from potstill.teachers.tokenizer_pair import NONE, TokenizerPair, aligned_chunks, expanded
+from potstill.text import TokenTable
 from potstill.text.tokens import BYTE, TEXT
-from potstill.types import Batch, DenseTarget, Example, Spelling, TopKTarget
+from potstill.types import Batch, DenseTarget, Example, Spelling, Target, TopKTarget
 
 Floats = npt.NDArray[np.float32]
+TABLES = ("main", "more_token", "more_slot", "several", "nowhere", "whole", "begin", "token", "then")
+
+
+class PrefixMarginalView:
+    def __init__(self, pair: TokenizerPair, temperature: float = 1.0) -> None:
+        self.pair, self.temperature = pair, temperature
+        self.table = pair.prefix_table
+        self._tensors: dict[torch.device, dict[str, Tensor]] = {}
+
+    def tensors(self, device: torch.device) -> dict[str, Tensor]:
+        """The table on a device."""
+        if device not in self._tensors:
+            self._tensors[device] = {name: torch.from_numpy(getattr(self.table, name)).to(device) for name in TABLES}
+        return self._tensors[device]
+
+    def plan(self, batch: Batch, read: Sequence[Example]) -> PrefixMarginalPlan:
+        pair, kept = self.pair, aligned_chunks(self.pair, batch, read)
+        (s0, s1), (t0, t1) = kept.student, kept.teacher
+        ours, step = expanded(s1 - s0)
+        theirs, their_step = expanded(t1 - t0)
+        rows = kept.first[ours] + step
+        labels = np.concatenate([NONE, *(example.ids[example.supervised] for example in batch.examples)])
+        place = t0[theirs] + their_step
+        token = kept.teacher_token(theirs, place)
+        # A prefix that a tokenizer made up has no bytes.
+        our_places = _flat(batch.examples, kept.document[ours], s0[ours] + step)
+        our_dummy = _dummies(pair.student, [e.ids for e in batch.examples])[our_places]
+        their_dummy = _dummies(pair.teacher, [e.ids for e in read])[_flat(read, kept.document[theirs], place)]
+        own, their_own = _lengths(pair.student, labels[rows]), _lengths(pair.teacher, token)
+        lengths, their_lengths = own - our_dummy, their_own - their_dummy
+        begins, size = _begins(lengths, ours, s0)
+        their_begins, their_size = _begins(their_lengths, theirs, s0)
+        # A stretch of its own for each chunk, also where it has no bytes.
+        base = np.cumsum(size + their_size + 1) - size - their_size
+        key, their_key = base[ours] + begins, base[theirs] + their_begins
+        answer = np.searchsorted(their_key, key, side="right") - 1
+        last = np.searchsorted(their_key, key + lengths, side="left") - 1
+        # Where both have made up a prefix, it is part of both tokens.
+        both = our_dummy & their_dummy[answer] & (key == their_key[answer])
+        written = np.where(both, 0, key - their_key[answer] + their_dummy[answer])
+        # Nothing is left of the token; or every alternative would begin with a prefix of the student's that has no bytes; or
+        # the sizes do not agree after all.
+        fits = ((written == 0) | (written < their_own[answer])) & (both | ~our_dummy) & (size == their_size)[ours]
+        node, usual = self.table.at(token[answer], np.where(fits, written, 0))
+        beyond_owner, beyond_step = expanded(np.maximum(last - answer, 0) * fits)
+        known = np.zeros(len(labels), dtype=np.bool_)
+        known[rows] = fits
+        filled = [np.zeros(len(labels), dtype=np.int64) for _ in range(3)]
+        for out, values in zip(filled, (answer, node, usual), strict=True):
+            out[rows[fits]] = values[fits]
+        return PrefixMarginalPlan(
+            self,
+            Asked(kept.document[theirs], place, token, token_logprobs=True),
+            np.maximum.accumulate(filled[0]),
+            filled[1],
+            np.where(known, filled[2], -1),
+            labels,
+            rows[beyond_owner],
+            answer[beyond_owner] + 1 + beyond_step,
+            None if len(known) and known.all() else known,
+            kept.counts,
+        )
 
 
 @dataclass(frozen=True)
-class Spelled:
+class PrefixMarginalPlan:
     """The rows of a batch, each with the teacher's token that answers it."""
 
-    document: Ints  # [U]; the teacher's tokens in chunks: whose they are …
-    place: Ints  # [U]; … where they stand there …
-    token: Ints  # [U]; … and which they are
+    view: PrefixMarginalView
+    at: Asked  # [U]; the teacher's tokens in chunks
     answer: Ints  # [N], never falling; which of these answers a row
     node: Ints  # [N]; what is written of it
     usual: Ints  # [N]; what of the student's it would be counted for
@@ -39,59 +101,94 @@ class Spelled:
     beyond: Ints  # … and those, of the U
     known: npt.NDArray[np.bool_] | None  # [N]; None: all
     counts: Mapping[str, int]
+    entries: TopKTarget | None = None  # on the host: all that a truncated teacher says
 
+    @property
+    def asked(self) -> Sequence[Asked]:
+        return (self.at,)
 
-def spell_rows(pairing: TokenizerPair, batch: Batch, read: Sequence[Example]) -> Spelled:
-    kept = kept_chunks(pairing, batch, read)
-    (s0, s1), (t0, t1) = kept.student, kept.teacher
-    ours, step = expanded(s1 - s0)
-    theirs, their_step = expanded(t1 - t0)
-    rows = kept.first[ours] + step
-    labels = batch.rows.labels.numpy()
-    place = t0[theirs] + their_step
-    token = kept.teacher_token(theirs, place)
-    # A prefix that a tokenizer made up has no bytes.
-    our_dummy = _dummies(pairing.student, [e.ids for e in batch.examples])[
-        _flat(batch.examples, kept.document[ours], s0[ours] + step)
-    ]
-    their_dummy = _dummies(pairing.teacher, [e.ids for e in read])[_flat(read, kept.document[theirs], place)]
-    own, their_own = _lengths(pairing.student, labels[rows]), _lengths(pairing.teacher, token)
-    lengths, their_lengths = own - our_dummy, their_own - their_dummy
-    begins, size = _begins(lengths, ours, s0)
-    their_begins, their_size = _begins(their_lengths, theirs, s0)
-    base = (
-        np.cumsum(size + their_size + 1) - size - their_size
-    )  # a stretch of its own for each, also where it has no bytes
-    key, their_key = base[ours] + begins, base[theirs] + their_begins
-    answer = np.searchsorted(their_key, key, side="right") - 1
-    last = np.searchsorted(their_key, key + lengths, side="left") - 1
-    # Where both have made up a prefix, it is part of both tokens.
-    both = our_dummy & their_dummy[answer] & (key == their_key[answer])
-    written = np.where(both, 0, key - their_key[answer] + their_dummy[answer])
-    # Nothing is left of the token; or every alternative would begin with a prefix of the student's that has no bytes; or the
-    # sizes do not agree after all.
-    fits = ((written == 0) | (written < their_own[answer])) & (both | ~our_dummy) & (size == their_size)[ours]
-    node, usual = pairing.lexicon.at(token[answer], np.where(fits, written, 0))
-    beyond_owner, beyond_step = expanded(np.maximum(last - answer, 0) * fits)
-    count = len(labels)
-    known = np.zeros(count, dtype=np.bool_)
-    known[rows] = fits
-    filled = [np.zeros(count, dtype=np.int64) for _ in range(3)]
-    for out, values in zip(filled, (answer, node, usual), strict=True):
-        out[rows[fits]] = values[fits]
-    return Spelled(
-        kept.document[theirs],
-        place,
-        token,
-        np.maximum.accumulate(filled[0]),
-        filled[1],
-        np.where(known, filled[2], -1),
-        labels,
-        rows[beyond_owner],
-        answer[beyond_owner] + 1 + beyond_step,
-        None if known.all() else known,
-        kept.counts,
-    )
+    def prepared(self, signals: Sequence[Signal]) -> PrefixMarginalPlan:
+        if not signals or not isinstance(signals[0].target, TopKTarget) or not len(self.at.token):
+            return self
+        assert signals[0].token_logprobs is not None
+        target, logprobs = signals[0].target, signals[0].token_logprobs
+        entries, heard = self.top_k(*(x.numpy() for x in (target.ids, target.logprobs, target.tail, logprobs)))
+        known = heard if self.known is None else heard & self.known
+        return replace(self, entries=entries, known=None if known.all() else known)
+
+    def target(self, signals: Sequence[Signal], device: torch.device) -> Target:
+        if self.entries is not None:
+            return self.entries.to(device)
+        assert isinstance(signals[0].target, DenseTarget)
+        return self.dense(signals[0].target, device)
+
+    def dense(self, source: DenseTarget, device: torch.device) -> DenseTarget:
+        """The target of a teacher that is there with its head, at the U places."""
+        table = self.view.table
+
+        def moved(array: Ints) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        odd = self.usual != self.own
+        odd[self.beyond_row] = True
+        beyond = torch.zeros(len(self.own), device=device)
+        if len(self.beyond):
+            further, token = source.select(moved(self.beyond)), moved(self.at.token[self.beyond])
+            logprobs = label_logprobs(further, token, self.view.temperature).float()
+            beyond.index_add_(0, moved(self.beyond_row), logprobs)
+        return DenseTarget(
+            spelled=Spelling(
+                source=source,
+                students=table.students,
+                **self.view.tensors(device),
+                place=moved(self.answer),
+                node=moved(self.node),
+                actual=moved(self.at.token[self.answer]),
+                usual=moved(self.usual),
+                own=moved(self.own),
+                beyond=beyond,
+                odd_host=odd,
+                more_then_host=table.more_then,
+                slot_host=table.more_slot,
+                nowhere_host=table.nowhere,
+                place_host=self.answer,
+                node_host=self.node,
+                sizes_host=np.diff(table.begin),
+            )
+        )
+
+    def top_k(
+        self, ids: Ints, logprobs: Floats, tail: Floats, chosen: Floats
+    ) -> tuple[TopKTarget, npt.NDArray[np.bool_]]:
+        """The target of a truncated teacher, given at the U places: its entries [U, K], the log-mass of the rest, and the
+        log-probabilities of the tokens that were there. On the host. And the rows of which something is known."""
+        table = self.view.table
+        beyond = np.zeros(len(self.own), dtype=np.float64)
+        np.add.at(beyond, self.beyond_row, chosen[self.beyond])
+        tokens, actual = ids[self.answer], self.at.token[self.answer]
+        mass, rest = np.exp(logprobs[self.answer].astype(np.float64)), np.exp(tail[self.answer].astype(np.float64))
+        written = table.depth[self.node][:, None]  # bytes of the answering token: what its node says
+        node, then = table.at(tokens, np.minimum(written, np.maximum(table.lengths[tokens] - 1, 0)))
+        fits = (node == self.node[:, None]) & ((written < table.lengths[tokens]) | (written == 0))
+        mass = np.where(fits, mass, 0.0)
+        is_actual = tokens == actual[:, None]
+        listed = is_actual.any(-1)
+        # What was written is taken from its entry, or from the rest that it is part of; what of it would have left the
+        # student's token stays where it is usual.
+        unlisted = np.minimum(np.exp(chosen[self.answer].astype(np.float64)), rest)
+        whole = np.where(listed, (mass * is_actual).sum(-1), unlisted)
+        certain = whole * np.exp(beyond)
+        rest = np.maximum(rest - np.where(listed, 0.0, whole), 0.0)
+        students = np.concatenate([then, self.own[:, None], self.usual[:, None]], -1)
+        left = np.where(listed, 0.0, whole - certain) * (self.usual >= 0)
+        mass = np.maximum(mass - is_actual * certain[:, None], 0.0) * (then >= 0)
+        mass = np.concatenate([mass, certain[:, None], left[:, None]], -1)
+        # What the student has no word for leaves; inside a token it is not known how much of the rest begins so: as much as of
+        # the entries.
+        total = np.maximum(mass.sum(-1), 1e-300)
+        rest = np.where(self.node > 0, rest, rest / (total + rest))
+        mass *= ((1 - rest) / total)[:, None]
+        return _merged(students, mass, rest, table.students), certain > 0
 
 
 def _dummies(table: TokenTable, sequences: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
@@ -107,8 +204,8 @@ def _flat(examples: Sequence[Example], document: Ints, place: Ints) -> Ints:
 
 def _lengths(table: TokenTable, ids: Ints) -> Ints:
     inside = np.minimum(ids, len(table) - 1)
-    spelled = np.isin(table.kinds[inside], (TEXT, BYTE)) & (ids < len(table))
-    return np.where(spelled, table.lengths[inside], 0).astype(np.int64)
+    text = np.isin(table.kinds[inside], (TEXT, BYTE)) & (ids < len(table))
+    return np.where(text, table.lengths[inside], 0).astype(np.int64)
 
 
 def _begins(lengths: Ints, owner: Ints, chunks: Ints) -> tuple[Ints, Ints]:
@@ -116,103 +213,6 @@ def _begins(lengths: Ints, owner: Ints, chunks: Ints) -> tuple[Ints, Ints]:
     size = np.bincount(owner, lengths, len(chunks)).astype(np.int64)
     before = np.cumsum(lengths) - lengths
     return before - (np.cumsum(size) - size)[owner], size
-
-
-class Speller:
-    """A pairing's lexicon on devices."""
-
-    def __init__(self, pairing: TokenizerPair) -> None:
-        self._pairing = pairing
-        self._tensors: dict[torch.device, dict[str, Tensor]] = {}
-
-    @property
-    def lexicon(self) -> PrefixTable:
-        return self._pairing.lexicon
-
-    def dense(self, found: Spelled, source: DenseTarget, device: torch.device, temperature: float) -> DenseTarget:
-        """The target of a teacher that is there with its head, at the U places."""
-        there = self.lexicon
-        if device not in self._tensors:
-            names = (
-                "main",
-                "more_token",
-                "more_slot",
-                "several",
-                "nowhere",
-                "whole",
-                "begin",
-                "token",
-                "then",
-            )
-            self._tensors[device] = {name: torch.from_numpy(getattr(there, name)).to(device) for name in names}
-
-        def moved(array: Ints) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
-
-        odd = found.usual != found.own
-        odd[found.beyond_row] = True
-        beyond = torch.zeros(len(found.own), device=device)
-        if len(found.beyond):
-            further, token = source.select(moved(found.beyond)), moved(found.token[found.beyond])
-            beyond.index_add_(0, moved(found.beyond_row), label_logprobs(further, token, temperature).float())
-        return DenseTarget(
-            spelled=Spelling(
-                source=source,
-                students=there.students,
-                **self._tensors[device],
-                place=moved(found.answer),
-                node=moved(found.node),
-                actual=moved(found.token[found.answer]),
-                usual=moved(found.usual),
-                own=moved(found.own),
-                beyond=beyond,
-                odd_host=odd,
-                more_then_host=there.more_then,
-                slot_host=there.more_slot,
-                nowhere_host=there.nowhere,
-                place_host=found.answer,
-                node_host=found.node,
-                sizes_host=np.diff(there.begin),
-            )
-        )
-
-    def top_k(
-        self, found: Spelled, ids: Ints, logprobs: Floats, tail: Floats, chosen: Floats
-    ) -> tuple[TopKTarget, npt.NDArray[np.bool_]]:
-        """The target of a truncated teacher, given at the U places: its entries [U, K], the log-mass of the rest, and the
-        log-probabilities of the tokens that were there. On the host. And the rows of which something is known."""
-        there = self.lexicon
-        beyond = np.zeros(len(found.own), dtype=np.float64)
-        np.add.at(beyond, found.beyond_row, chosen[found.beyond])
-        tokens, actual = ids[found.answer].astype(np.int64), found.token[found.answer]
-        mass, rest = np.exp(logprobs[found.answer].astype(np.float64)), np.exp(tail[found.answer].astype(np.float64))
-        written = self._written(found)
-        node, then = there.at(tokens, np.minimum(written[:, None], np.maximum(there.lengths[tokens] - 1, 0)))
-        fits = (node == found.node[:, None]) & ((written[:, None] < there.lengths[tokens]) | (written[:, None] == 0))
-        mass = np.where(fits, mass, 0.0)
-        is_actual = tokens == actual[:, None]
-        listed = is_actual.any(-1)
-        # What was written is taken from its entry, or from the rest that it is part of; what of it would have left the
-        # student's token stays where it is usual.
-        whole = np.where(
-            listed, (mass * is_actual).sum(-1), np.minimum(np.exp(chosen[found.answer].astype(np.float64)), rest)
-        )
-        certain = whole * np.exp(beyond)
-        rest = np.maximum(rest - np.where(listed, 0.0, whole), 0.0)
-        students = np.concatenate([then, found.own[:, None], found.usual[:, None]], -1)
-        left = np.where(listed, 0.0, whole - certain) * (found.usual >= 0)
-        mass = np.maximum(mass - is_actual * certain[:, None], 0.0) * (then >= 0)
-        mass = np.concatenate([mass, certain[:, None], left[:, None]], -1)
-        # What the student has no word for leaves; inside a token it is not known how much of the rest begins so: as much as of
-        # the entries.
-        total = np.maximum(mass.sum(-1), 1e-300)
-        rest = np.where(found.node > 0, rest, rest / (total + rest))
-        mass *= ((1 - rest) / total)[:, None]
-        return _merged(students, mass, rest, there.students), certain > 0
-
-    def _written(self, found: Spelled) -> Ints:
-        """Bytes of the answering token that are written: what its node says."""
-        return self.lexicon.depth[found.node]
 
 
 def _merged(ids: Ints, mass: npt.NDArray[np.float64], rest: npt.NDArray[np.float64], students: int) -> TopKTarget:

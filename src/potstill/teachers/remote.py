@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from potstill.cache.codec import Format, Signal
+from potstill.cache.codec import Format
+from potstill.cache.codec import Signal as Arrays
 from potstill.cache.reading import chat_kwargs
 from potstill.cache.scored import Scored, no_rows
 from potstill.cache.signal import signal_of
@@ -22,9 +23,12 @@ from potstill.serving.client import PotstillServer, Server, potstill_version
 from potstill.serving.http import Connection
 from potstill.serving.openai import OpenAIServer
 from potstill.teachers.asking import Asking
-from potstill.teachers.cross_tokenizer import AlignedCached, Rereader, check_cross_tokenizer
-from potstill.teachers.stored import CachedTeacher, check_loss
-from potstill.teachers.tokenizer_pair import TokenizerPair
+from potstill.teachers.cross_tokenizer import check_cross_tokenizer, cross_tokenizer_view
+from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
+from potstill.teachers.reading import TeacherReader
+from potstill.teachers.same_tokenizer import SameTokenizerView
+from potstill.teachers.stored import StoredSignal, check_loss
+from potstill.teachers.teacher import Teacher
 from potstill.types import Batch, DenseTarget, Example, PotstillError, TopKTarget
 
 Given = Sequence[npt.NDArray[np.int32]]
@@ -57,25 +61,25 @@ class RemoteOrigin:
     def head(self, width: int) -> DenseTarget:
         return self.server.head(width)
 
-    def begin(self, form: Format, examples: Sequence[Example]) -> Callable[[], Signal]:
+    def begin(self, form: Format, examples: Sequence[Example]) -> Callable[[], Arrays]:
         asked = self.ask(form, examples)
 
-        def wait() -> Signal:
+        def wait() -> Arrays:
             parts = asked()
             return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
         return wait
 
-    def ask(self, form: Format, examples: Sequence[Example], given: Given | None = None) -> Callable[[], list[Signal]]:
+    def ask(self, form: Format, examples: Sequence[Example], given: Given | None = None) -> Callable[[], list[Arrays]]:
         """Send some documents, each with something to predict; what is given back waits for the rows of each."""
         groups = list(_groups(examples, self.server.request_tokens))
-        futures: list[Future[Signal]] = []
+        futures: list[Future[Arrays]] = []
         for group in groups:
             some, ids = [examples[i] for i in group], None if given is None else [given[i] for i in group]
             futures.append(self._asking.submit(self.server.score, form, some, ids))
 
-        def wait() -> list[Signal]:
-            found: list[Signal] = [{}] * len(examples)
+        def wait() -> list[Arrays]:
+            found: list[Arrays] = [{}] * len(examples)
             try:
                 for group, future in zip(groups, futures, strict=True):
                     answer, at = future.result(), 0
@@ -109,8 +113,10 @@ def _groups(examples: Sequence[Example], request_tokens: int) -> Iterator[list[i
         yield group
 
 
-class RemoteSource:
+class ScoredDocuments:
     """Documents as a server scores them now. `read`: how the teacher reads examples; None: in the student's own tokens."""
+
+    fixed = False
 
     def __init__(
         self, origin: RemoteOrigin, form: Format, read: Callable[[Sequence[Example]], list[Example]] | None = None
@@ -123,15 +129,15 @@ class RemoteSource:
     def missing(self, batch: Batch) -> Sequence[int]:
         return ()
 
+    def check_there(self, examples: Sequence[Example]) -> None:
+        """Nothing is missing."""
+
     def documents(self, examples: Sequence[Example]) -> list[Scored]:
         read = list(examples) if self._read is None else self._read(examples)
         # A document that was left out of the batch is not to be asked about either.
-        there = [
-            i
-            for i, (own, e) in enumerate(zip(examples, read, strict=True))
-            if own.supervised.any() and e.supervised.any()
-        ]
-        found: list[Signal] = [no_rows(self.form)] * len(read)
+        both = enumerate(zip(examples, read, strict=True))
+        there = [i for i, (own, theirs) in both if own.supervised.any() and theirs.supervised.any()]
+        found: list[Arrays] = [no_rows(self.form)] * len(read)
         for i, signal in zip(there, self._origin.ask(self.form, [read[i] for i in there])(), strict=True):
             found[i] = signal
         return [Scored(self.form, e, signal) for e, signal in zip(read, found, strict=True)]
@@ -150,27 +156,28 @@ class RemoteSource:
 
 
 class StudentTopK:
-    """Asks how likely those tokens are to the teacher that the student likes best: reverse KL on them, and on all others as
-    one, is exact. The student is read first, so that nothing can be asked ahead of the step."""
+    """Asks a server how likely those tokens are to the teacher that the student likes best: reverse KL on them, and on all
+    others as one, is exact. The student is read first, so that nothing can be asked ahead of the step."""
 
     ahead = 1
+    fixed = False
 
-    def __init__(
-        self, origin: RemoteOrigin, student: LanguageModel, form: Format, name: str, weight: float = 1.0
-    ) -> None:
-        self.name, self.weight = name, weight
+    def __init__(self, origin: RemoteOrigin, student: LanguageModel, form: Format) -> None:
         self._origin, self._student, self._form = origin, student, form
 
     def missing(self, batch: Batch) -> Sequence[int]:
         return ()
 
-    def prepare(self, batch: Batch) -> None:
-        """What the student likes is known when the steps before are done."""
+    def check_there(self, examples: Sequence[Example]) -> None:
+        """Nothing is missing."""
 
-    @torch.no_grad()
-    def complete(self, batch: Batch, prepared: TopKTarget | None) -> TopKTarget:
-        if prepared is not None:
-            return prepared
+    def read(self, batch: Batch, compute: bool) -> Reading:
+        return Reading(batch.examples)
+
+    def prepare(self, reading: Reading, asked: Sequence[Asked]) -> Sequence[Signal]:
+        return ()
+
+    def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], signals: Sequence[Signal]) -> list[Signal]:
         ids, form = self._likes(batch), self._form
         counts = [example.supervised_tokens for example in batch.examples]
         there = [i for i, count in enumerate(counts) if count]
@@ -178,10 +185,8 @@ class StudentTopK:
         answers = self._origin.ask(form, [batch.examples[i] for i in there], [given[i] for i in there])()
         answers = answers or [no_rows(form)]
         logprobs, tail = (np.concatenate([answer[name] for answer in answers]) for name in ("logprobs", "tail"))
-        target = TopKTarget(
-            torch.from_numpy(ids).long(), torch.from_numpy(logprobs), torch.from_numpy(tail), form.vocabulary
-        )
-        return target.to(batch.input_ids.device)
+        found = torch.from_numpy(ids).long(), torch.from_numpy(logprobs), torch.from_numpy(tail)
+        return [Signal(TopKTarget(*found, form.vocabulary).to(batch.input_ids.device))]
 
     def _likes(self, batch: Batch) -> npt.NDArray[np.int32]:
         with evaluating(self._student.model):
@@ -192,9 +197,6 @@ class StudentTopK:
         top = Format("top_k", self._form.vocabulary, k=self._form.k)
         ids: npt.NDArray[np.int32] = signal_of(top, target, batch.rows.labels, None)["ids"]
         return ids
-
-    def targets(self, batch: Batch, prepared: TopKTarget | None) -> TopKTarget:
-        return self.complete(batch, prepared)
 
     def close(self) -> None:
         self._origin.close()
@@ -209,48 +211,29 @@ def open_remote(
     where: str,
     *,
     other: bool,
-) -> CachedTeacher | AlignedCached | StudentTopK:
+) -> Teacher[SignalSource]:
     """`other`: its tokenizer is not the student's, or it reads a prompt of its own."""
-    kind, key = config.remote.kind, f"{where}.remote.kind"
+    key, name = f"{where}.remote.kind", (config.name, config.weight, config.filter)
+    source: SignalSource
     if other:
-        return _open_aligned(config, origin, student, data, loss, where)
+        form = _cross_form(config, origin, loss, where)
+        temperature = check_cross_tokenizer(config.cross_tokenizer, loss, f"{where}.remote", form)
+        view, width = cross_tokenizer_view(
+            student, origin.tokenizer, form.vocabulary, config.cross_tokenizer, temperature
+        )
+        read = TeacherReader(origin.tokenizer, origin.positions, chat_kwargs(data), config.context_column)
+        return Teacher(StoredSignal(ScoredDocuments(origin, form, read), width, temperature), view, *name)
     width = same_tokenizer(student.tokenizer, origin.tokenizer, where)
     width = min(width, student.vocabulary, origin.server.vocabulary)
-    if origin.positions is not None and data.max_length > origin.positions:
-        raise PotstillError(
-            f"data.max_length is {data.max_length} and the teacher at {config.server} reads {origin.positions} tokens: set "
-            f"data.max_length to {origin.positions} or less"
-        )
-    temperature = fixed_value(loss.temperature)
-    if kind in ("top_k", "student_top_k") and temperature is None:
-        raise PotstillError(
-            f"{key} is {kind}, which is asked for at one temperature, and loss.temperature moves over the run: use kind "
-            "hidden"
-        )
-    if kind == "student_top_k" and loss.policy_gradient:
-        raise PotstillError(
-            f"{key} is student_top_k, and loss.divergence policy_gradient_kl asks about drawn tokens: use token_logprobs"
-        )
-    if kind == "student_top_k":
-        return StudentTopK(
-            origin,
-            student,
-            _student_form(config, origin, width, temperature or 1.0, key),
-            config.name,
-            config.weight,
-        )
-    if kind == "token_logprobs" and not loss.policy_gradient:
-        raise PotstillError(f"{key} is chosen, and the loss needs a distribution: use top_k or hidden")
-    form = _form(config, origin, width, temperature or 1.0)
-    temperature = check_loss(form, loss, key)
-    return CachedTeacher(
-        RemoteSource(origin, form),
-        width,
-        config.name,
-        config.weight,
-        temperature=temperature,
-        chosen_only=loss.policy_gradient,
-    )
+    _check_same(config, origin, data, loss, key)
+    temperature = fixed_value(loss.temperature) or 1.0
+    if config.remote.kind == "student_top_k":
+        form = Format("given", width, k=min(config.remote.k, width), temperatures=(temperature,))
+        source = StudentTopK(origin, student, form)
+    else:
+        form = _form(config, origin, width, temperature)
+        source = StoredSignal(ScoredDocuments(origin, form), width, check_loss(form, loss, key))
+    return Teacher(source, SameTokenizerView(logprobs_only=loss.policy_gradient), *name)
 
 
 def _form(config: TeacherConfig, origin: RemoteOrigin, width: int | None, temperature: float) -> Format:
@@ -260,10 +243,8 @@ def _form(config: TeacherConfig, origin: RemoteOrigin, width: int | None, temper
     if remote.kind == "top_k":
         settings |= {"k": min(remote.k, width or origin.server.vocabulary), "temperatures": [temperature]}
     form = origin.format(StoreConfig.model_validate(settings))
-    return form if width is None or form.vocabulary == width else _narrowed(form, origin, width, config)
-
-
-def _narrowed(form: Format, origin: RemoteOrigin, width: int, config: TeacherConfig) -> Format:
+    if width is None or form.vocabulary == width:
+        return form
     if not origin.server.whole and form.kind != "hidden":
         raise PotstillError(
             f"the probabilities of {config.server} are over {form.vocabulary} ids and the student's tokenizer has {width}: "
@@ -272,15 +253,29 @@ def _narrowed(form: Format, origin: RemoteOrigin, width: int, config: TeacherCon
     return replace(form, vocabulary=width)
 
 
-def _student_form(config: TeacherConfig, origin: RemoteOrigin, width: int, temperature: float, key: str) -> Format:
-    if not origin.server.whole:
+def _check_same(config: TeacherConfig, origin: RemoteOrigin, data: DataConfig, loss: LossConfig, key: str) -> None:
+    kind = config.remote.kind
+    if origin.positions is not None and data.max_length > origin.positions:
+        raise PotstillError(
+            f"data.max_length is {data.max_length} and the teacher at {config.server} reads {origin.positions} tokens: set "
+            f"data.max_length to {origin.positions} or less"
+        )
+    if kind in ("top_k", "student_top_k") and fixed_value(loss.temperature) is None:
+        raise PotstillError(
+            f"{key} is {kind}, which is asked for at one temperature, and loss.temperature moves over the run: use kind "
+            "hidden"
+        )
+    if kind == "student_top_k" and loss.policy_gradient:
+        raise PotstillError(
+            f"{key} is student_top_k, and loss.divergence policy_gradient_kl asks about drawn tokens: use token_logprobs"
+        )
+    if kind == "student_top_k" and not origin.server.whole:
         raise PotstillError(f"{key}: only `potstill serve` can be asked about given tokens: use top_k")
-    return Format("given", width, k=min(config.remote.k, width), temperatures=(temperature,))
+    if kind == "token_logprobs" and not loss.policy_gradient:
+        raise PotstillError(f"{key} is chosen, and the loss needs a distribution: use top_k or hidden")
 
 
-def _open_aligned(
-    config: TeacherConfig, origin: RemoteOrigin, student: LanguageModel, data: DataConfig, loss: LossConfig, where: str
-) -> AlignedCached:
+def _cross_form(config: TeacherConfig, origin: RemoteOrigin, loss: LossConfig, where: str) -> Format:
     if config.remote.kind == "student_top_k":
         raise PotstillError(
             f"{where}.remote.kind: student_top_k asks about the student's tokens, and the teacher has others, or a prompt of "
@@ -289,19 +284,11 @@ def _open_aligned(
     if config.remote.kind == "token_logprobs" and config.cross_tokenizer.method != "span_likelihood":
         raise PotstillError(
             f"{where}.remote.kind is token_logprobs, which tells how likely the text is and no more: learn from it with "
-            "cross_tokenizer.method: "
-            "span_likelihood, or use top_k or hidden"
+            "cross_tokenizer.method: span_likelihood, or use top_k or hidden"
         )
     if config.remote.kind == "top_k" and fixed_value(loss.temperature) != 1.0:
         raise PotstillError(
             f"{where}: the teacher has another tokenizer, or a prompt of its own, and loss.temperature is not 1, where its "
             "tokens' likelihoods are: use remote.kind: hidden, which serves any temperature"
         )
-    form = _form(config, origin, None, 1.0)
-    temperature = check_cross_tokenizer(config.cross_tokenizer, loss, f"{where}.remote", form)
-    reread = Rereader(origin.tokenizer, origin.positions, chat_kwargs(data), config.context_column)
-    sizes = (student.vocabulary, form.vocabulary)
-    pairing = TokenizerPair(student.tokenizer, origin.tokenizer, config.cross_tokenizer, sizes)
-    return AlignedCached(
-        RemoteSource(origin, form, reread), pairing, config.name, config.weight, temperature=temperature
-    )
+    return _form(config, origin, None, 1.0)

@@ -1,4 +1,4 @@
-"""A teacher whose signal is on disk, or comes from a server."""
+"""Documents that a teacher's signal is stored with, in a cache or as a server has just answered, as a source of signal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from potstill.cache.codec import Document, Format
 from potstill.cache.manifest import tokenizer_of
-from potstill.cache.reader import SignalSource
+from potstill.cache.reader import DocumentSource
 from potstill.cache.reading import chat_kwargs, template_fingerprint
 from potstill.cache.scored import (
     Chosen,
@@ -28,120 +28,87 @@ from potstill.config import DataConfig, LossConfig
 from potstill.config.sections import fixed_value
 from potstill.models import load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
-from potstill.types import (
-    Batch,
-    DenseTarget,
-    Example,
-    PotstillError,
-    SampledTarget,
-    Target,
-    TokenLogprobsTarget,
-    TopKTarget,
-)
-
-NONE = np.zeros(0, dtype=np.int64)
+from potstill.teachers.protocols import Asked, Reading, Signal
+from potstill.types import Batch, Example, PotstillError, SampledTarget, TopKTarget
 
 
-class CachedTeacher:
-    """Reads what a teacher once said, or has just said. `prepare` decodes it; `targets` only moves it to the device, but for
-    what has to be computed first."""
+class StoredSignal:
+    """Reads what a teacher once said, or has just said. The host thread decodes it; the device gets it, and the head."""
 
-    def __init__(
-        self,
-        source: SignalSource,
-        width: int,
-        name: str,
-        weight: float = 1.0,
-        *,
-        temperature: float = 1.0,
-        chosen_only: bool = False,
-    ) -> None:
-        self.width = width  # ids that student and teacher share; the rest take no part
-        self.name = name
-        self.weight = weight
-        self.source = source
-        self.form = source.form
-        self.ahead = source.ahead
+    def __init__(self, documents: DocumentSource, width: int, temperature: float = 1.0) -> None:
+        self.documents, self.ahead, self.fixed = documents, documents.ahead, documents.fixed
+        self._width = width  # ids that the student shares, or all of the teacher's
         self._temperature = temperature
-        self._chosen_only = chosen_only  # the loss asks how likely the text's own tokens are, and no more
 
     def missing(self, batch: Batch) -> Sequence[int]:
-        return self.source.missing(batch)
+        return self.documents.missing(batch)
 
-    def prepare(self, batch: Batch) -> Target | None:
-        """The target on the host; None when some of it is still to be computed."""
-        documents = self.source.documents(batch.examples)
-        if documents is None:
+    def check_there(self, examples: Sequence[Example]) -> None:
+        self.documents.check_there(examples)
+
+    def read(self, batch: Batch, compute: bool) -> Reading | None:
+        found = self.documents.documents(batch.examples)
+        if found is None and compute:
+            self.documents.compute(batch.examples)
+            found = self.documents.documents(batch.examples)
+        if found is None:
             return None
-        return self._decoded([(d, _rows(d, example)) for d, example in zip(documents, batch.examples, strict=True)])
+        return Reading([_as_read(d, e) for d, e in zip(found, batch.examples, strict=True)], documents=found)
 
-    def complete(self, batch: Batch, prepared: Target | None) -> Target | None:
-        if prepared is None:
-            self.source.compute(batch.examples)
-            prepared = self.prepare(batch)
-        return prepared
+    def prepare(self, reading: Reading, asked: Sequence[Asked]) -> list[Signal]:
+        return [self._decoded(_chosen(reading, one), one) for one in asked]
 
-    def targets(self, batch: Batch, prepared: Target | None) -> Target:
-        prepared = self.complete(batch, prepared)
-        assert prepared is not None
-        device = batch.input_ids.device
-        if isinstance(prepared, DenseTarget):
-            assert prepared.hidden is not None
-            return replace(self.source.head(device, self.width), hidden=prepared.hidden.to(device, non_blocking=True))
-        moved: Any = prepared.to(device)
-        if isinstance(moved, TokenLogprobsTarget):
-            return moved
-        if isinstance(moved, TopKTarget) and moved.tail_samples is not None:
-            moved = replace(moved, tail_samples=moved.tail_samples.long())
-        return replace(moved, ids=moved.ids.long())
-
-    def close(self) -> None:
-        self.source.close()
-
-    def _decoded(self, chosen: Chosen) -> Target:
-        form = self.form
+    def _decoded(self, chosen: Chosen, asked: Asked) -> Signal:
+        form = self.documents.form
         if form.kind == "hidden":
-            return DenseTarget(hidden=read_hidden(chosen))
-        if self._chosen_only:
-            return TokenLogprobsTarget(torch.from_numpy(read_token_logprobs(chosen)))
+            return Signal(hidden=read_hidden(chosen))
+        logprobs = torch.from_numpy(read_token_logprobs(chosen)) if asked.token_logprobs else None
+        if not asked.distribution:
+            return Signal(token_logprobs=logprobs)
         if form.kind == "sampled":
             ids, shares, entropy = map(torch.from_numpy, read_sampled(chosen))
-            return SampledTarget(ids, shares, entropy, width=self.width)
-        ids, logprobs, tail = map(torch.from_numpy, read_top_k(chosen, self._temperature))
-        target = TopKTarget(ids, logprobs, tail, width=self.width)
+            return Signal(SampledTarget(ids.long(), shares, entropy, width=self._width), logprobs)
+        ids, values, tail = map(torch.from_numpy, read_top_k(chosen, self._temperature))
+        target = TopKTarget(ids.long(), values, tail, width=self._width)
         if form.tail_samples and self._temperature == 1.0:  # which they were drawn at
-            rest, entropy = map(torch.from_numpy, read_tail_samples(chosen))
-            target = replace(target, tail_samples=rest, tail_entropy=entropy)
-        return target
+            samples, entropy = map(torch.from_numpy, read_tail_samples(chosen))
+            target = replace(target, tail_samples=samples.long(), tail_entropy=entropy)
+        return Signal(target, logprobs)
+
+    def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], signals: Sequence[Signal]) -> list[Signal]:
+        device = batch.input_ids.device
+
+        def moved(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.to(device, non_blocking=True)
+
+        if all(signal.hidden is None for signal in signals):
+            return [Signal(None if s.target is None else s.target.to(device), moved(s.token_logprobs)) for s in signals]
+        head = self.documents.head(device, self._width)
+        return [Signal(replace(head, hidden=moved(signal.hidden))) for signal in signals]
+
+    def close(self) -> None:
+        self.documents.close()
 
 
-def _rows(document: Document | Scored, example: Example) -> npt.NDArray[np.int64]:
-    """The document's rows for the tokens that the example supervises, which must be the same tokens."""
-    wanted = np.flatnonzero(example.supervised)
-    if not len(wanted):
-        return NONE
-    length = int(wanted[-1]) + 1
-    if not len(document.tokens):
-        raise PotstillError(
-            f"{example.source} ({example.key}): the cache's teacher had nothing to predict in it, for its prompt is longer "
-            "than the teacher can read: leave it out of the data, or set data.max_length to at most what the teacher reads"
-        )
-    if length > len(document.tokens):
-        raise PotstillError(
-            f"{example.source} ({example.key}): the cache has the first {len(document.tokens)} tokens of it, which is "
-            "all its "
-            f"teacher can read, and {length} are trained on: set data.max_length to at most that"
-        )
-    if not np.array_equal(document.tokens[:length], example.ids[:length]):
-        at = int(np.argmax(document.tokens[:length] != example.ids[:length]))
-        raise PotstillError(
-            f"{example.source} ({example.key}): the cache has other tokens for it (token {at} is {document.tokens[at]} there "
-            f"and {example.ids[at]} here): it was read with other settings of the tokenizer or of the chat template"
-        )
-    if not document.predicted[wanted].all():
-        raise PotstillError(f"{example.source} ({example.key}): the cache does not hold all of its supervised tokens")
-    rows: npt.NDArray[np.int64] = np.cumsum(document.predicted)[wanted] - 1
-    return rows
+def _as_read(document: Document | Scored, example: Example) -> Example:
+    """A document as the teacher read it."""
+    if isinstance(document, Scored):
+        return document.read
+    return replace(example, ids=document.tokens.astype(np.int32), supervised=document.predicted, ends=None)
+
+
+def _chosen(reading: Reading, asked: Asked) -> Chosen:
+    """Of each document the rows that predict the tokens that are asked about."""
+    bounds = np.searchsorted(asked.document, np.arange(len(reading.documents) + 1))
+    chosen = []
+    for i, (document, example) in enumerate(zip(reading.documents, reading.examples, strict=True)):
+        at = asked.place[bounds[i] : bounds[i + 1]]
+        if not document.predicted[at].all():
+            raise PotstillError(
+                f"{example.source} ({example.key}): the cache does not hold all of its supervised tokens: build it anew"
+            )
+        chosen.append((document, np.cumsum(document.predicted)[at] - 1))
+    return chosen
 
 
 def check_cache(

@@ -16,7 +16,7 @@ import torch
 
 from potstill.config import CrossTokenizerConfig
 from potstill.text import Alignment, PrefixTable, TokenTable, align_batch, align_spans, lexicon, vocab_map
-from potstill.types import Batch, Chunks, Example, PotstillError, Relation
+from potstill.types import Batch, Example, PotstillError, Relation
 
 Ints = npt.NDArray[np.int64]
 NONE: Ints = np.zeros(0, dtype=np.int64)
@@ -41,13 +41,8 @@ class TokenizerPair:
     def map(self) -> Any:
         return vocab_map(self.student, self.teacher, decay=self.cross_tokenizer.decay)
 
-    def opened(self) -> TokenizerPair:
-        """With what its method needs: not on several threads at once, later."""
-        _ = self.lexicon if self.cross_tokenizer.method == "prefix_marginal" else self.map
-        return self
-
     @cached_property
-    def lexicon(self) -> PrefixTable:
+    def prefix_table(self) -> PrefixTable:
         return lexicon(self.teacher, self.student, vocab_map(self.teacher, self.student))
 
     def relation(self, device: torch.device) -> Relation:
@@ -59,9 +54,7 @@ class TokenizerPair:
         """For each document the chunks that may enter a loss, [chunks, 4]: student start and end, teacher start and end, in
         tokens. All of a chunk's student tokens are supervised, and the teacher has something before its first one."""
         found: list[Alignment | None] = [None] * len(examples)
-        there = [
-            i for i, theirs in enumerate(read) if len(theirs.ids)
-        ]  # nothing, where the teacher has nothing to predict
+        there = [i for i, theirs in enumerate(read) if len(theirs.ids)]  # the others have nothing to predict
         plain = [i for i in there if examples[i].messages is None and examples[i].text == read[i].text]
         for i in set(there) - set(plain):
             found[i] = self._by_turns(examples[i], read[i])
@@ -107,8 +100,7 @@ class TokenizerPair:
                 raise PotstillError(
                     f"{example.source} ({example.key}): of {example.supervised_bytes} bytes only {here} are the same in the "
                     f"tokens of the student ({self.student.name}) and of the teacher ({self.teacher.name}): they do not "
-                    "stand "
-                    "for the same text; `potstill align` shows how the two read a text"
+                    "stand for the same text; `potstill align` shows how the two read a text"
                 )
             total += here
         return total
@@ -152,28 +144,7 @@ def relation_of(found: Any) -> Relation:
 
 
 @dataclass(frozen=True)
-class Aligned:
-    """The chunks of a batch, before the teacher has said anything."""
-
-    chunks: Chunks
-    document: Ints  # [C]; of each chunk
-    begin: Ints  # [C]; its first teacher token, in the document …
-    token: Ints  # [C]; … which is this
-    inner: Ints  # [T]; its other teacher tokens, in their documents …
-    inner_token: Ints  # [T]; … which are these …
-    inner_owner: Ints  # [T]; … of these chunks
-    counts: Mapping[str, int]
-
-    @property
-    def known(self) -> npt.NDArray[np.bool_] | None:
-        """The rows in chunks [N]; None: all."""
-        known = np.zeros(self.counts["tokens"], dtype=np.bool_)
-        known[self.chunks.first_host] = known[self.chunks.inner_host] = True
-        return None if known.all() else known
-
-
-@dataclass(frozen=True)
-class Kept:
+class AlignedChunks:
     """The chunks of a batch that may enter a loss, one after the other."""
 
     document: Ints  # [C]
@@ -189,13 +160,13 @@ class Kept:
         return self.teacher_ids[self.teacher_starts[self.document[chunk]] + place]
 
 
-def kept_chunks(pairing: TokenizerPair, batch: Batch, read: Sequence[Example]) -> Kept:
-    kept = pairing.chunks(batch.examples, read)
+def aligned_chunks(pair: TokenizerPair, batch: Batch, read: Sequence[Example]) -> AlignedChunks:
+    kept = pair.chunks(batch.examples, read)
     s0, s1, t0, t1 = np.concatenate([*kept, np.zeros((0, 4), dtype=np.int64)]).T
     before = np.concatenate([[0], np.cumsum([example.supervised_tokens for example in batch.examples])])
     row_of = [np.cumsum(e.supervised) - 1 + begin for e, begin in zip(batch.examples, before[:-1], strict=True)]
     ids = [np.asarray(example.ids, dtype=np.int64) for example in read]
-    return Kept(
+    return AlignedChunks(
         np.repeat(np.arange(len(kept)), [len(k) for k in kept]),
         (s0, s1),
         (t0, t1),
@@ -208,28 +179,8 @@ def kept_chunks(pairing: TokenizerPair, batch: Batch, read: Sequence[Example]) -
             "tokens": batch.supervised_tokens,
             "tokens_in_chunks": int((s1 - s0).sum()),
             "bytes": sum(example.supervised_bytes for example in batch.examples),
-            "bytes_in_chunks": pairing.covered(batch.examples, read, kept),
+            "bytes_in_chunks": pair.covered(batch.examples, read, kept),
         },
-    )
-
-
-def align_rows(pairing: TokenizerPair, batch: Batch, read: Sequence[Example]) -> Aligned:
-    """The rows of a batch as chunks. `read`: its documents in the teacher's tokens."""
-    kept = kept_chunks(pairing, batch, read)
-    (s0, s1), (t0, t1), first = kept.student, kept.teacher, kept.first
-    owner, step = expanded(s1 - s0 - 1)
-    teacher_owner, teacher_step = expanded(t1 - t0 - 1)
-    inner = (first[owner] + 1 + step).astype(np.int64)
-    place = (t0[teacher_owner] + 1 + teacher_step).astype(np.int64)
-    return Aligned(
-        Chunks(torch.from_numpy(first), torch.from_numpy(inner), torch.from_numpy(owner), first, inner),
-        kept.document,
-        t0,
-        kept.teacher_token(np.arange(len(t0)), t0),
-        place,
-        kept.teacher_token(teacher_owner, place),
-        teacher_owner,
-        kept.counts,
     )
 
 

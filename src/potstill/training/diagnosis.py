@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from potstill.config import LossConfig
-from potstill.teachers.combine import ask, complete
+from potstill.teachers.combine import compute_targets
 from potstill.types import Batch, DenseTarget, PotstillError, TokenLogprobsTarget
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def diagnose(loss: LossConfig, parts: Parts, prepared: Prepared, knobs: LossKnob
     for number, (host_batch, ready) in enumerate(zip(batches, prepared.ready, strict=True), 1):
         batch = host_batch.to(parts.device)
         where = f"step {step}, micro-batch {number} of {len(batches)} ({_documents(batch)})"
-        targets = ask(parts.teachers, complete(parts.teachers, ready, batch), batch, loss)
+        targets = compute_targets(parts.teachers, ready, batch, loss)
         for index, (_, target) in enumerate(targets):
             if isinstance(target, DenseTarget | TokenLogprobsTarget) and (what := _not_finite(target)):
                 cause = f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"

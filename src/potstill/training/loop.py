@@ -20,7 +20,7 @@ from potstill.config.recipe import load_recipe
 from potstill.config.sections import value_at
 from potstill.data import StoppedWaiting
 from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
-from potstill.teachers.combine import ask, complete
+from potstill.teachers.combine import compute_targets
 from potstill.teachers.open import Prepared
 from potstill.training.checkpoint import Progress
 from potstill.training.diagnosis import Diverged, diagnose
@@ -242,10 +242,7 @@ def _ahead(
     for host_batch, ready in zip(step.window.batches, step.ready, strict=True):
         batch = host_batch.to(device)
         with clock.of("teacher"):
-            made = complete(teachers, ready, batch) if teachers else []
-            targets = ask(teachers, made, batch, recipe.loss)
-        for one in made:
-            counts.update(getattr(one, "counts", {}))
+            targets = compute_targets(teachers, ready if teachers else [], batch, recipe.loss, counts)
         yield batch, targets
 
 

@@ -137,7 +137,7 @@ def assemble(recipe: Recipe) -> Parts:
     teacher_set = open_teachers(recipe.teachers, student, data, recipe.loss, device)
     for who, language_model in [
         ("the student", student),
-        *((f"the teacher {t.name}", t.language_model) for t in teacher_set.live),
+        *((f"the teacher {t.name}", t.source.language_model) for t in teacher_set.live),
     ]:
         check_fit(data, "data", who, language_model)
         if recipe.eval is not None:

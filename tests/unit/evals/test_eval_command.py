@@ -12,7 +12,7 @@ from potstill.config import DataConfig, TeacherConfig
 from potstill.evals.command import source_of
 from potstill.evals.fidelity import evaluate
 from potstill.models import load_teacher
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.live import live_teacher
 from potstill.types import PotstillError
 
 
@@ -130,7 +130,7 @@ def test_a_cache_as_teacher_gives_the_kl_of_what_it_holds(folder, other):
     whole = data.model_copy(update={"max_length": 128})
     windows = StepBatches(whole, student.tokenizer, batch_size=8, micro_batch_size=8, seed=0, epochs=1)
     batches = [batch for window in windows for batch in window.batches]
-    expected = evaluate(student, LiveTeacher(loaded, 2048, "other"), batches, CPU)
+    expected = evaluate(student, live_teacher(loaded, 2048, "other"), batches, CPU)
     assert cached["kl"] == pytest.approx(expected["kl"], rel=2e-3)
     assert cached["bytes"] == (folder / "long.jsonl").stat().st_size - 6 * 13
     said = CliRunner().invoke(

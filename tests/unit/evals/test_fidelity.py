@@ -17,7 +17,9 @@ from potstill.data import Encoder, Piece, StoppedWaiting
 from potstill.evals.fidelity import Sums, _binned, _expected_calibration_error, complete, evaluate, evaluation_batches
 from potstill.evals.reference import Reference, measured_against
 from potstill.models import load_student
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.live import LiveModel, live_teacher
+from potstill.teachers.same_tokenizer import SameTokenizerView
+from potstill.teachers.teacher import Teacher
 from potstill.types import PotstillError
 
 TEXT = "The state of the Union is strong — très forte 💪, as ever.\n" * 7
@@ -71,7 +73,7 @@ def test_two_tokenizers_are_scored_on_the_same_bytes_and_these_are_the_files(
     data = data_of(path, max_length=max_length, piece_bytes=piece_bytes, packing=packing)
     for name in ("bytes-2k", "pieces-1k"):
         student = with_tokenizer(name)
-        result = evaluate(student, LiveTeacher(student, 100, "it"), evaluation_batches(data, student, 3, None), CPU)
+        result = evaluate(student, live_teacher(student, 100, "it"), evaluation_batches(data, student, 3, None), CPU)
         assert result["bytes"] == sum(len(text.encode()) for text in texts)
         # Every token that the text's pieces have, once, with a teacher too.
         whole = data.model_copy(update={"max_length": 4096})
@@ -148,9 +150,9 @@ def test_a_window_without_room_is_refused(tmp_path):
 def test_the_teacher_against_itself_and_another():
     a, b = tiny(0), tiny(1)
     batches = [batch_of(*examples([9, 17, 4]))]
-    itself = evaluate(a, LiveTeacher(a, 2048, "a"), batches, CPU)
+    itself = evaluate(a, live_teacher(a, 2048, "a"), batches, CPU)
     assert itself["kl"] == pytest.approx(0, abs=1e-6) and itself["agreement"] == 1.0
-    other = evaluate(a, LiveTeacher(b, 2048, "b"), batches, CPU)
+    other = evaluate(a, live_teacher(b, 2048, "b"), batches, CPU)
     batch = batches[0]
     with torch.no_grad():
         q, p = (
@@ -233,11 +235,11 @@ def test_the_student_trains_on_after_an_evaluation_that_failed():
     student = tiny(0)
     student.model.train()
 
-    class Gone(LiveTeacher):
+    class Gone(Teacher):
         def prepare(self, batch):
             raise PotstillError("the server is away")
 
-    gone = Reference(Gone(student, 2048, "gone"), away=True)
+    gone = Reference(Gone(LiveModel(student, 2048), SameTokenizerView(), "gone"), away=True)
     batches = [batch_of(*examples([9, 17, 4]))]
     result = measured_against(gone, student, batches, CPU)
     assert result["kl"] is None and result["tokens"] == len(batches[0].rows)
@@ -249,7 +251,7 @@ def test_an_evaluation_that_waits_for_a_server_can_be_interrupted():
     student.model.train()
     waiting, ended = threading.Event(), threading.Event()
 
-    class Away(LiveTeacher):
+    class Away(Teacher):
         def prepare(self, batch):
             waiting.set()
             ended.wait()
@@ -259,7 +261,7 @@ def test_an_evaluation_that_waits_for_a_server_can_be_interrupted():
             ended.set()
         return ended.is_set()
 
-    away = Reference(Away(student, 2048, "away"), away=True)
+    away = Reference(Away(LiveModel(student, 2048), SameTokenizerView(), "away"), away=True)
     with pytest.raises(StoppedWaiting):
         measured_against(away, student, [batch_of(*examples([9, 17, 4]))], CPU, interrupted)
     assert student.model.training

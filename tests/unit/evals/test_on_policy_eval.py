@@ -12,7 +12,7 @@ from potstill.evals.on_policy import OnPolicyEval
 from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.sampling import rollout_seed
 from potstill.rollouts.transformers import TransformersEngine
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.live import live_teacher
 
 BEGINNINGS = ["The people of the United States", "Once upon a time", "It is the duty of Congress"]
 
@@ -22,7 +22,7 @@ def on_policy_eval(student, teacher, folder, **keys) -> OnPolicyEval:
     path.write_text("".join(f'{{"text": "{text} and what follows is not read"}}\n' for text in BEGINNINGS))
     data = DataConfig(sources=[SourceConfig(files=str(path))], max_length=64)
     known = {"texts": 3, "prompt_tokens": 4, "max_new_tokens": 9, "batch_size": 2} | keys
-    return OnPolicyEval(student, LiveTeacher(teacher, len(teacher.tokenizer), "t"), data, **known)
+    return OnPolicyEval(student, live_teacher(teacher, len(teacher.tokenizer), "t"), data, **known)
 
 
 @torch.no_grad()

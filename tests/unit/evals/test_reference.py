@@ -12,7 +12,7 @@ from potstill.cache.origin import LiveOrigin
 from potstill.config import EvalConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.evals.fidelity import evaluate, evaluation_batches
 from potstill.evals.reference import measured_against, reference_of
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.live import live_teacher
 from potstill.teachers.open import open_teachers
 
 
@@ -44,7 +44,7 @@ def test_a_cache_is_asked_about_what_it_holds(files, models, tmp_path):
     reference, notes = opened(config, data, data, student)
     result = measured_against(reference, student, scored, CPU)
     trained_on = batches_of(data.model_copy(update={"shuffle": False}), student)
-    expected = evaluate(student, LiveTeacher(teacher, 2048, "tiny"), trained_on, CPU)
+    expected = evaluate(student, live_teacher(teacher, 2048, "tiny"), trained_on, CPU)
     assert notes == [] and result["kl"] == pytest.approx(expected["kl"], rel=2e-3) and result["kl"] > 0.005
     assert result["bits_per_byte"] == evaluate(student, None, scored, CPU)["bits_per_byte"]
 
@@ -63,7 +63,7 @@ def test_a_server_is_asked_about_all_of_it_and_may_go_away(files, models, capsys
     student, teacher, folder = models
     held_out = data_of(files, max_length=16)  # in windows
     scored = list(evaluation_batches(held_out, student, 4, None))
-    expected = evaluate(student, LiveTeacher(teacher, 2048, "tiny"), scored, CPU)
+    expected = evaluate(student, live_teacher(teacher, 2048, "tiny"), scored, CPU)
     with Served(folder) as served:
         remote = {"kind": "hidden", "retry_timeout": 0.0, "timeout": 60.0}
         config = TeacherConfig(server=served.address, remote=remote)

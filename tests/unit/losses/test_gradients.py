@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from tiny import batch_of, examples, tiny
 
 from potstill.models import shared_ids
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.live import live_teacher
 from potstill.training.student import SUMS, LossKnobs, StudentLoss
 
 FORWARD = LossKnobs("forward_kl", 0.5, 0.1, 2.0, 0.8, 0.3)
@@ -17,7 +17,7 @@ DOCUMENTS = examples([9, 17, 4, 12, 21, 6, 15, 8])
 def pair():
     student, teacher = tiny(0), tiny(1, hidden_size=48, num_hidden_layers=3)
     teacher.model.eval().requires_grad_(False)
-    return StudentLoss(student), LiveTeacher(teacher, shared_ids(student, teacher, "teachers[0]"), "teacher")
+    return StudentLoss(student), live_teacher(teacher, shared_ids(student, teacher, "teachers[0]"), "teacher")
 
 
 def gradients(pair, micro_batches, knobs=FORWARD):
@@ -104,7 +104,7 @@ def test_padded_vocabularies_take_no_part():
     student, teacher = tiny(0, vocab_size=2100), tiny(1, vocab_size=2200, hidden_size=48)
     width = shared_ids(student, teacher, "teachers[0]")
     assert width == 2048
-    live = LiveTeacher(teacher, width, "teacher")
+    live = live_teacher(teacher, width, "teacher")
     module, batch = StudentLoss(student), batch_of(*DOCUMENTS[:2])
     knobs = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
     _, sums = module(batch, [(1.0, live.targets(batch))], 1, knobs)

@@ -27,9 +27,10 @@ from potstill.losses import (
 )
 from potstill.losses.divergences import LOG_FLOOR
 from potstill.models import load_student, load_teacher, shared_ids
-from potstill.teachers.combine import RoutedTeacher, ask
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.combine import compute_targets
+from potstill.teachers.live import live_teacher
 from potstill.teachers.open import open_teachers
+from potstill.teachers.teacher import Teacher
 from potstill.training.loop import _own
 from potstill.training.student import SUMS, LossKnobs, StudentLoss
 from potstill.types import Batch, PotstillError, Rows
@@ -340,7 +341,7 @@ def drawn(documents, student, seed=0):
 def pair():
     student, teacher = tiny(0), tiny(1, hidden_size=48, num_hidden_layers=3)
     teacher.model.eval().requires_grad_(False)
-    return student, LiveTeacher(teacher, shared_ids(student, teacher, "teachers[0]"), "teacher")
+    return student, live_teacher(teacher, shared_ids(student, teacher, "teachers[0]"), "teacher")
 
 
 @pytest.fixture(scope="module")
@@ -400,7 +401,7 @@ def test_a_cache_says_what_the_live_teacher_says(pair, built, store):
     student, (teacher, data, build) = pair[0], built
     batches = batches_of(data, student)[:2]
     batches = [batch_of(*drawn(batch.examples, student)) for batch in batches]
-    live = LiveTeacher(teacher, shared_ids(student, teacher, "teachers[0]"), "tiny")
+    live = live_teacher(teacher, shared_ids(student, teacher, "teachers[0]"), "tiny")
     config = TeacherConfig(cache=str(build(**store)))
     (found,) = open_teachers([config], student, data, SETTINGS, CPU).teachers
     answers = targets_of(found, batches)
@@ -422,9 +423,9 @@ def test_two_teachers_of_some_documents_each(pair, built):
     )
     config = TeacherConfig(cache=str(build(kind="token_logprobs")), weight=2.0)
     (whole,) = open_teachers([config], student, data, SETTINGS, CPU).teachers
-    halves = [RoutedTeacher(whole, {"side": side}) for side in ("a", "b")]
-    both = ask(halves, [half.prepare(routed) for half in halves], routed, SETTINGS)
-    alone = ask([whole], [whole.prepare(batch)], batch, SETTINGS)
+    halves = [Teacher(whole.source, whole.view, whole.name, 2.0, {"side": side}) for side in ("a", "b")]
+    both = compute_targets(halves, [half.prepare(routed) for half in halves], routed, SETTINGS)
+    alone = compute_targets([whole], [whole.prepare(batch)], batch, SETTINGS)
     assert len(both) == 2 and all(isinstance(target, TokenLogprobsTarget) for _, target in both)
     loss, gradients = step(student, [routed], [both], KNOBS)
     expected, wanted = step(student, [batch], [alone], KNOBS)

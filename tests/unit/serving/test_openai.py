@@ -26,7 +26,7 @@ from potstill.losses import TopKTarget
 from potstill.models import LanguageModel, load_student, load_teacher
 from potstill.serving import http as connection
 from potstill.shipped import locate
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.live import live_teacher
 from potstill.teachers.open import open_teachers
 from potstill.teachers.remote import open_server
 from potstill.types import PotstillError
@@ -64,7 +64,7 @@ def test_the_top_k_is_the_models(teacher, student, data, way, suffix, k):
     with Threaded(Completions(teacher, "tiny", way).application) as server:
         server.address += suffix
         found = opened(server, student, data, k=k)
-        live = LiveTeacher(teacher, 2048, "tiny")
+        live = live_teacher(teacher, 2048, "tiny")
         for batch, target in zip(batches, targets_of(found, batches), strict=True):
             dense = live.targets(batch)
             z = (dense.hidden @ dense.weight.T).double().log_softmax(-1)
@@ -275,9 +275,9 @@ def test_after_it_was_away_it_is_probed_again(teacher, student, data, tmp_path, 
     other = load_teacher(TeacherConfig(model=str(make_model(tmp_path / "other", seed=8))), CPU, "t")
     with Threaded(made.application) as server:
         found = opened(server, student, data, remote={"kind": "top_k", "k": 16, "concurrency": 1})
-        before = found.prepare(batches[0])
+        before = found.prepare(batches[0]).signals[0].target
         asked, made.failing = len(made.asked), 2
-        again = found.prepare(batches[0])
+        again = found.prepare(batches[0]).signals[0].target
         assert torch.equal(again.logprobs, before.logprobs)
         assert len(made.asked) == asked + len(batches[0].examples) + 2 + 5  # two failed, and the probe
         made.model, made.failing = other, 1

@@ -269,7 +269,7 @@ def test_the_token_of_a_recipe(served, student, data, monkeypatch):
         open_teachers([config], student, data, LossConfig(), CPU)
     config = TeacherConfig.model_validate({"server": served.address, "remote": {"api_key_env": "RIGHT"}})
     (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
-    assert found.prepare(batches_of(data, student)[0]) is not None
+    assert found.prepare(batches_of(data, student)[0]).plan is not None
     found.close()
 
 
@@ -697,8 +697,8 @@ def test_failures_are_waited_out_with_growing_pauses(honest, student, data, monk
         config = TeacherConfig.model_validate({"server": server.address, "remote": remote})
         (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
         batch = batches_of(data, student)[0]
-        target = found.prepare(batch)
-        assert len(target.ids) == len(batch.rows)
+        (signal,) = found.prepare(batch).signals
+        assert len(signal.target.ids) == len(batch.rows)
         pauses = np.diff(wire.times)
         assert len(pauses) == 5 and (pauses[:3] >= 0.75 * 0.05 * 2.0 ** np.arange(3)).all() and pauses[3] >= 4.0
         assert len(said) == 2 and re.search(r"waiting for the server at http.*: it fails \(500\): out of luck", said[0])
@@ -732,7 +732,7 @@ def test_a_run_that_ends_does_not_wait_for_its_server(honest, student, data):
         (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(found.prepare, batches_of(data, student)[0])
-            while not found.source._origin.server.connection.failures:
+            while not found.source.documents._origin.server.connection.failures:
                 time.sleep(0.01)
             found.close()
             with pytest.raises(PotstillError, match="the run has ended"):

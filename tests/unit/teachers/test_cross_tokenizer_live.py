@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from taught import answers
+from taught import answers, cross_teacher
 from tiny import CPU, LLAMA, batch_of, tiny
 
 from potstill.config import CrossTokenizerConfig, StudentConfig
 from potstill.data import Encoder, Piece
 from potstill.models import load_student, shared_ids
-from potstill.teachers.cross_tokenizer import AlignedTeacher
-from potstill.teachers.live import LiveTeacher
-from potstill.teachers.tokenizer_pair import TokenizerPair
+from potstill.teachers.live import live_teacher
 from potstill.training.student import LossKnobs, StudentLoss
 
 KNOBS = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 0.8, 0.3)
@@ -45,9 +43,8 @@ def teacher():
     return model
 
 
-def aligned(student, teacher, method, **options):
-    across = CrossTokenizerConfig(method=method)
-    return AlignedTeacher(teacher, TokenizerPair(student.tokenizer, teacher.tokenizer, across), "teacher", **options)
+def aligned(student, teacher, method, temperature=1.0):
+    return cross_teacher(student, teacher, CrossTokenizerConfig(method=method), temperature)
 
 
 @pytest.mark.parametrize("method", ["prefix_marginal", "common_vocab", "projection"])
@@ -56,7 +53,7 @@ def test_with_the_same_tokenizer_it_is_the_plain_divergence(teacher, method, tem
     student = tiny(0)
     batches = [batch_of(*documents(student.tokenizer))]
     knobs = replace(KNOBS, temperature=temperature)
-    live = LiveTeacher(teacher, shared_ids(student, teacher, "teachers[0]"), "teacher")
+    live = live_teacher(teacher, shared_ids(student, teacher, "teachers[0]"), "teacher")
     wanted = gradients(student, live, batches, knobs)
     found = gradients(student, aligned(student, teacher, method, temperature=temperature), batches, knobs)
     assert found[0] == pytest.approx(wanted[0], rel=1e-4)  # a sum of differences of nearly equal float32 numbers

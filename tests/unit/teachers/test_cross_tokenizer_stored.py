@@ -20,9 +20,10 @@ from potstill.config import CrossTokenizerConfig, DataConfig, LossConfig, StoreC
 from potstill.data import Encoder, Piece
 from potstill.losses import DIVERGENCES
 from potstill.models import LanguageModel, load_student, load_teacher
-from potstill.teachers.cross_tokenizer import AlignedCached, AlignedTeacher
+from potstill.teachers.live import LiveModel
 from potstill.teachers.open import open_teachers
-from potstill.teachers.tokenizer_pair import TokenizerPair, kept_chunks
+from potstill.teachers.stored import StoredSignal
+from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks
 from potstill.training.metrics import Coverage
 from potstill.types import PotstillError
 
@@ -64,7 +65,7 @@ def opened(student: LanguageModel, data: DataConfig, config: dict[str, Any], **l
 def both(teacher, student, data, cache, across, **loss):
     live = opened(student, data, {"model": teacher.model.name_or_path, "cross_tokenizer": across}, **loss)
     cached = opened(student, data, {"cache": str(cache), "cross_tokenizer": across}, **loss)
-    assert isinstance(live, AlignedTeacher) and isinstance(cached, AlignedCached)
+    assert isinstance(live.source, LiveModel) and isinstance(cached.source, StoredSignal)
     return live, cached
 
 
@@ -262,19 +263,19 @@ def test_dynamic_scaling_survives_a_stop(built, data, tmp_path):
 
 def test_texts_that_differ_are_an_error_and_little_coverage_a_warning(student, teacher, tmp_path, capsys):
     """A lower-casing tokenizer keeps what it does not change; a text that is another is refused, naming the pair."""
-    pairing = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig())
+    pair = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig())
     encode = Encoder(student.tokenizer, max_length=200, append_eos=True)
     theirs = Encoder(teacher.tokenizer, max_length=200, append_eos=True)
     text = "The people keep the peace, and the treasury pays for all of it in time."
     (ours,) = [e.example for e in encode([Piece("0" * 32, text)])]
     (same,) = [e.example for e in theirs([Piece("0" * 32, text)])]
     (other,) = [e.example for e in theirs([Piece("0" * 32, "0123456789" * 7)])]
-    assert kept_chunks(pairing, batch_of(ours), [same]).counts["bytes_in_chunks"] == len(text)
+    assert aligned_chunks(pair, batch_of(ours), [same]).counts["bytes_in_chunks"] == len(text)
     object.__setattr__(other, "text", text)
     with pytest.raises(
         PotstillError, match=r"only \d+ are the same .* student .*pieces-1k.* teacher .*they do not stand"
     ):
-        kept_chunks(pairing, batch_of(ours), [other])
+        aligned_chunks(pair, batch_of(ours), [other])
     watch = Coverage(Console(soft_wrap=True))
     watch.stepped(potstill.Run(tmp_path, step=3), {"align_bytes": 0.95})
     assert capsys.readouterr().out == ""

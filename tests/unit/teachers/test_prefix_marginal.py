@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from taught import KD
+from taught import KD, cross_teacher
 from tiny import CPU, LLAMA, batch_of, tiny
 from tiny_spelling import naive_probabilities, random_spelling
 
@@ -15,8 +15,7 @@ from potstill.losses import DIVERGENCES, DenseTarget, fused_linear_kd
 from potstill.losses import dense as dense_module
 from potstill.losses.dense import target_logits
 from potstill.models import load_student
-from potstill.teachers.cross_tokenizer import AlignedTeacher
-from potstill.teachers.prefix_marginal import Speller, spell_rows
+from potstill.teachers.prefix_marginal import PrefixMarginalView
 from potstill.teachers.tokenizer_pair import TokenizerPair
 from potstill.training.student import StudentLoss
 
@@ -73,8 +72,8 @@ def test_from_text_byte_by_byte(student_tokenizer, teacher_tokenizer):
         for number, name in enumerate((student_tokenizer, teacher_tokenizer))
     )
     teacher.model.eval()
-    pairing = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig(method="prefix_marginal"))
-    aligned = AlignedTeacher(teacher, pairing, "teacher")
+    aligned = cross_teacher(student, teacher, CrossTokenizerConfig(method="prefix_marginal"))
+    pair = aligned.view.pair
     encode = Encoder(student.tokenizer, max_length=100, append_eos=True)
     documents = [e.example for e in encode([Piece(f"{i:032x}", text) for i, text in enumerate(TEXTS)])]
     batch = batch_of(documents[:2], *documents[2:])
@@ -82,14 +81,14 @@ def test_from_text_byte_by_byte(student_tokenizer, teacher_tokenizer):
     found = target_logits(aligned.targets(batch, made), slice(None)).softmax(-1)
     torch.testing.assert_close(found.sum(-1), torch.ones(len(found)))
     row = checked = inside = spanning = 0
-    for example, read in zip(batch.examples, made.batch.examples, strict=True):
+    for example, read in zip(batch.examples, made.reading.examples, strict=True):
         with torch.no_grad():
             p = teacher.model(torch.from_numpy(read.ids[None].astype("int64"))).logits[0].float().softmax(-1)
         for place in range(len(example.ids)):
             if not example.supervised[place]:
                 continue
             known = made.known is None or made.known[row]
-            wanted = by_bytes(pairing, example.ids, read.ids, place, p) if known else None
+            wanted = by_bytes(pair, example.ids, read.ids, place, p) if known else None
             if wanted is not None:
                 expected, is_inside, spans = wanted
                 torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-7)
@@ -112,9 +111,9 @@ def spellings(table, ids, other) -> list[bytes]:
     return found
 
 
-def by_bytes(pairing, ours, theirs, place, p):
+def by_bytes(pair, ours, theirs, place, p):
     """P of the student's next token, from the definition; None at specials."""
-    student, teacher = pairing.student, pairing.teacher
+    student, teacher = pair.student, pair.teacher
     ours_said, theirs_said = spellings(student, ours, teacher), spellings(teacher, theirs, student)
     own, begin = ours_said[place], len(b"".join(ours_said[:place]))
     if not own:
@@ -131,7 +130,7 @@ def by_bytes(pairing, ours, theirs, place, p):
     for index in reversed(range(len(student))):
         if student.kinds[index] == 0 and student.token_bytes(index):
             words[student.token_bytes(index)] = index
-    pairs = dict(zip(pairing.map.teacher.tolist(), pairing.map.student.tolist(), strict=True))
+    pairs = dict(zip(pair.map.teacher.tolist(), pair.map.student.tolist(), strict=True))
     mass = torch.zeros(len(student), dtype=torch.float64)
     spans = False
     for y in range(len(teacher)):
@@ -160,14 +159,14 @@ def test_rows_in_no_chunk_say_nothing():
     """A tokenizer that changes the text: where it does, the teacher is not heard."""
     student = tiny(0)
     teacher = tiny(1)
-    pairing = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig(method="prefix_marginal"))
+    pair = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig(method="prefix_marginal"))
     encode = Encoder(student.tokenizer, max_length=100, append_eos=True)
     (example,) = [e.example for e in encode([Piece("0" * 32, "The people, and the peace of the nations.")])]
     (other,) = [e.example for e in encode([Piece("0" * 32, "The people, or  the peace of the nations.")])]
     object.__setattr__(other, "text", example.text)
-    found = spell_rows(pairing, batch_of(example), [other])
+    found = PrefixMarginalView(pair).plan(batch_of(example), [other])
     assert found.known is not None and 0 < (~found.known).sum() < 5 and (found.answer[1:] >= found.answer[:-1]).all()
-    assert len(Speller(pairing).lexicon.first) == len(pairing.teacher)
+    assert len(pair.prefix_table.first) == len(pair.teacher)
 
 
 def test_a_step_where_some_rows_are_not_heard_is_that_of_the_others():
@@ -187,9 +186,7 @@ def test_statistics_compare_with_the_spelled_teacher():
         tiny(0),
         load_student(StudentConfig(config=LLAMA, tokenizer="shipped:tokenizers/pieces-1k"), CPU, 1),
     )
-    aligned = AlignedTeacher(
-        teacher, TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig()), "teacher"
-    )
+    aligned = cross_teacher(student, teacher, CrossTokenizerConfig())
     encode = Encoder(student.tokenizer, max_length=100, append_eos=True)
     batch = batch_of(*(e.example for e in encode([Piece(f"{i:032x}", text) for i, text in enumerate(TEXTS)])))
     target = aligned.targets(batch, aligned.prepare(batch))
@@ -205,18 +202,18 @@ def test_few_entries_say_what_the_whole_does(k):
         load_student(StudentConfig(config=LLAMA, tokenizer=f"shipped:tokenizers/{name}"), CPU, number)
         for number, name in enumerate(("pieces-1k", "bytes-2k"))
     )
-    pairing = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig())
+    pair = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig())
     encode, read = Encoder(student.tokenizer, max_length=100, append_eos=True), TeacherText(teacher.tokenizer, None)
     pieces = [Piece(f"{i:032x}", text) for i, text in enumerate(TEXTS)]
     batch = batch_of(*(e.example for e in encode(pieces)))
-    found, speller = spell_rows(pairing, batch, read(pieces)), Speller(pairing)
-    logits = 3 * torch.randn(len(found.token), len(teacher.tokenizer), generator=torch.Generator().manual_seed(0))
+    found = PrefixMarginalView(pair).plan(batch, read(pieces))
+    logits = 3 * torch.randn(len(found.at.token), len(teacher.tokenizer), generator=torch.Generator().manual_seed(0))
     logp = logits.log_softmax(-1)
-    whole = target_logits(speller.dense(found, DenseTarget(logits=logits), CPU, 1.0), slice(None)).softmax(-1)
+    whole = target_logits(found.dense(DenseTarget(logits=logits), CPU), slice(None)).softmax(-1)
     top = logp.topk(k)
     tail = logp.exp().scatter(-1, top.indices, 0.0).sum(-1).log()
-    chosen = logp.gather(-1, torch.from_numpy(found.token)[:, None]).squeeze(-1)
-    few, known = speller.top_k(found, *(x.numpy() for x in (top.indices, top.values, tail, chosen)))
+    chosen = logp.gather(-1, torch.from_numpy(found.at.token)[:, None]).squeeze(-1)
+    few, known = found.top_k(*(x.numpy() for x in (top.indices, top.values, tail, chosen)))
     assert known.all()
     masses = few.logprobs.exp().sum(-1) + few.tail.exp()
     torch.testing.assert_close(masses, torch.ones_like(masses), rtol=1e-5, atol=1e-5)

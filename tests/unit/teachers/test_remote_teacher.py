@@ -33,11 +33,12 @@ from potstill.models import LanguageModel, load_student, load_teacher, shared_id
 from potstill.serving.batching import Scorer
 from potstill.serving.options import ServeOptions
 from potstill.serving.server import Service, application
-from potstill.teachers.cross_tokenizer import AlignedCached, AlignedTeacher
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.combine import compute_targets
+from potstill.teachers.live import LiveModel, live_teacher
 from potstill.teachers.open import open_teachers, prepared
 from potstill.teachers.remote import StudentTopK, open_server
-from potstill.teachers.stored import CachedTeacher
+from potstill.teachers.stored import StoredSignal
+from potstill.teachers.teacher import Teacher
 from potstill.training.student import LossKnobs
 from potstill.types import Example, PotstillError
 
@@ -88,8 +89,8 @@ def opened(served):
         one.close()
 
 
-def live_of(teacher: LanguageModel, student: LanguageModel) -> LiveTeacher:
-    return LiveTeacher(teacher, shared_ids(student, teacher, "teachers[0]"), "tiny")
+def live_of(teacher: LanguageModel, student: LanguageModel) -> Teacher[LiveModel]:
+    return live_teacher(teacher, shared_ids(student, teacher, "teachers[0]"), "tiny")
 
 
 # The same loss and gradients as the live teacher's
@@ -146,7 +147,7 @@ def test_a_smaller_vocabulary_of_the_students_is_the_one_asked_about(data, tmp_p
     with Threaded(application(service)) as server:
         config = TeacherConfig.model_validate({"server": server.address, "remote": {"k": 16}})
         (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
-        assert found.form.vocabulary == len(student.tokenizer) == len(loaded.tokenizer) - 2
+        assert found.source.documents.form.vocabulary == len(student.tokenizer) == len(loaded.tokenizer) - 2
         live = live_of(loaded, student)
         (target,), by_hand = targets_of(found, batches), exact_top_k(live.targets(batches[0]), 16, 1.0)
         assert torch.equal(target.ids, by_hand.ids)
@@ -164,7 +165,7 @@ def test_reverse_kl_on_the_students_own_top_k_by_hand(opened, teacher, data):
     student = tiny(5, max_position_embeddings=128, initializer_range=0.3)
     batch, k, t = batches_of(data, student)[0], 7, 1.5
     found = opened(student, data, {"remote": {"kind": "student_top_k", "k": k}}, divergence="reverse_kl", temperature=t)
-    assert isinstance(found, StudentTopK)
+    assert isinstance(found.source, StudentTopK)
     (target,) = targets_of(found, [batch])
     with torch.no_grad():
         q = student.model.lm_head(student.hidden(batch, batch.rows.student)).double().div(t).log_softmax(-1)
@@ -203,7 +204,7 @@ def test_a_micro_batch_with_nothing_to_predict(opened, student, data):
     batch = batches_of(data, student)[0]
     batch = without(batch, range(len(batch.examples)))
     found = opened(student, data, {"remote": {"kind": "student_top_k", "k": 7}}, divergence="reverse_kl")
-    target = found.targets(batch, found.complete(batch, found.prepare(batch)))
+    target = found.targets(batch, found.prepare(batch))
     assert (target.ids.shape, target.logprobs.shape, target.tail.shape) == ((0, 7), (0, 7), (0,))
     assert target.ids.dtype == torch.int64 and target.width == 2048
 
@@ -218,7 +219,7 @@ def test_another_tokenizer_behind_a_server(opened, tiny_teacher, other, data, me
     across = {"method": method}
     live = opened(other, data, {"model": str(tiny_teacher), "cross_tokenizer": across})
     found = opened(other, data, {"remote": {"kind": "hidden"}, "cross_tokenizer": across})
-    assert isinstance(live, AlignedTeacher) and isinstance(found, AlignedCached)
+    assert isinstance(live.source, LiveModel) and isinstance(found.source, StoredSignal)
     loss, gradients = step(other, batches, answers(found, batches))
     expected, live_gradients = step(other, batches, answers(live, batches))
     assert loss == pytest.approx(expected, rel=1e-5) and expected > 0.02
@@ -275,10 +276,8 @@ def test_several_teachers_some_behind_a_server(opened, served, tiny_teacher, stu
     ]
     loss = LossConfig(combine_teachers="average")
     teacher_set = open_teachers(configs, student, data, loss, CPU)
-    from potstill.teachers.combine import ask, complete
-
-    made = [complete(teacher_set.teachers, [t.prepare(b) for t in teacher_set.teachers], b) for b in batches]
-    targets = [ask(teacher_set.teachers, ready, b, loss) for ready, b in zip(made, batches, strict=True)]
+    made = [[t.prepare(b) for t in teacher_set.teachers] for b in batches]
+    targets = [compute_targets(teacher_set.teachers, ready, b, loss) for ready, b in zip(made, batches, strict=True)]
     value, _ = step(student, batches, targets)
     expected, _ = step(student, batches, [[(2.0, teacher_set.live[0].targets(batch))] for batch in batches])
     assert value == pytest.approx(expected, rel=1e-5)  # the mean of a teacher with itself
@@ -325,11 +324,11 @@ def test_a_cache_beside_the_server_is_filled_ahead_of_the_step(served, opened, t
     batches = batches_of(data, student)
     keys = {"cache": str(tmp_path / "cache"), "store": {"kind": "hidden"}}
     found = opened(student, data, keys)
-    assert isinstance(found, CachedTeacher)
+    assert isinstance(found.source, StoredSignal)
     targets = []
     for batch in batches:
         ready = found.prepare(batch)
-        assert ready is not None  # on the thread that prepares: the device is not needed
+        assert ready.plan is not None  # on the thread that prepares: the device is not needed
         targets.append(found.targets(batch, ready))
     live = opened(student, data, {"model": str(tiny_teacher)})
     loss, gradients = step(student, batches, targets)
@@ -358,7 +357,7 @@ def test_what_a_model_wrote_is_stored_in_its_own_tokens(opened, tiny_teacher, st
     batch = batch_of(written)
     keys: dict[str, Any] = {"cache": str(tmp_path / "cache"), "store": {"kind": "hidden"}}
     found = opened(student, data, keys if origin == "server" else {**keys, "model": str(tiny_teacher)})
-    target = found.targets(batch, found.complete(batch, found.prepare(batch)))
+    target = found.targets(batch, found.prepare(batch))
     live = opened(student, data, {"model": str(tiny_teacher)})
     assert torch.allclose(target.hidden, live.targets(batch).hidden, atol=1e-5)
     found.close()
@@ -415,7 +414,7 @@ def test_micro_batches_of_a_step_are_asked_for_at_once(honest, student, data, tm
         (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
         windows = StepBatches(data, student.tokenizer, batch_size=4, micro_batch_size=1, seed=0, epochs=1)
         first = next(iter(prepared(windows, [found])))
-        assert len(first.ready) == 4 and all(made[0] is not None for made in first.ready)
+        assert len(first.ready) == 4 and all(made[0].plan is not None for made in first.ready)
         assert together.most == 4
         found.close()
 
@@ -452,7 +451,7 @@ def test_threads_that_need_the_same_documents_ask_for_them_once(honest, student,
             keys = {"server": server.address, "cache": str(tmp_path / f"{threads}"), "store": {"kind": "hidden"}}
             (found,) = open_teachers([TeacherConfig.model_validate(keys)], student, data, LossConfig(), CPU).teachers
             made = [one.result() for one in [pool.submit(found.prepare, batch) for _ in range(threads)]]
-            assert all(torch.equal(one.hidden, made[0].hidden) for one in made)
+            assert all(torch.equal(one.signals[0].hidden, made[0].signals[0].hidden) for one in made)
             asked.append(together.total)
             found.close()
         assert asked[1] == 2 * asked[0]

@@ -160,5 +160,5 @@ def test_only_the_last_turn_of_a_chat_is_taught(opened, tiny_teacher, data, othe
         assert counted["tokens"] == batch.supervised_tokens
         assert counted["bytes_in_chunks"] >= 0.8 * counted["bytes"]
         assert all(e.messages is not None and len(e.messages) == 4 for e in batch.examples)
-        covered = np.concatenate([torch.as_tensor(made.found.chunks.first).numpy()])
+        covered = np.concatenate([torch.as_tensor(made.plan.chunks.first).numpy()])
         assert covered.max() < batch.supervised_tokens

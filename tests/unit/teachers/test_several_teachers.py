@@ -18,7 +18,7 @@ import potstill
 from potstill.config import DataConfig, LossConfig, StudentConfig, TeacherConfig
 from potstill.losses import DIVERGENCES, DenseTarget, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_student, load_teacher
-from potstill.teachers.combine import Routed, ask
+from potstill.teachers.combine import compute_targets
 from potstill.teachers.open import as_teachers_need, open_teachers
 from potstill.training.student import StudentLoss
 from potstill.types import PotstillError
@@ -166,7 +166,10 @@ def open_all(configs: list[dict[str, Any]], student, file: Path, source: dict[st
 
 
 def asked(teachers, batches, settings):
-    return [ask(teachers, [teacher.prepare(batch) for teacher in teachers], batch, settings) for batch in batches]
+    return [
+        compute_targets(teachers, [teacher.prepare(batch) for teacher in teachers], batch, settings)
+        for batch in batches
+    ]
 
 
 def taken(student, batches, targets):
@@ -220,9 +223,8 @@ def test_confidence_by_the_likelihood_of_the_text(models, student, file, cross):
 def _in_chunks(teacher, batch, target, rows) -> float:
     """What the teacher thinks of a document's chunks, a student's token, from its own logits."""
     made = teacher.prepare(batch)
-    hidden = teacher.language_model.hidden(made.batch, made.positions[: len(made.found.begin)])
-    head = teacher.language_model.at_rows(hidden, len(teacher.language_model.tokenizer))
-    logp = (head.hidden @ head.weight.t()).log_softmax(-1)
+    first, _ = teacher.source.signal(batch, made.reading, made.plan.asked, ())
+    logp = (first.target.hidden @ first.target.weight.t()).log_softmax(-1)
     first = logp.gather(-1, target.token[:, None]).squeeze(-1) + target.inner
     inside = (target.chunks.first >= rows.start) & (target.chunks.first < rows.stop)
     tokens = inside.sum() + ((target.chunks.inner >= rows.start) & (target.chunks.inner < rows.stop)).sum()
@@ -327,8 +329,8 @@ def test_a_teacher_is_asked_about_its_documents_only(models, student, file, one,
 def test_a_batch_that_a_teacher_is_not_for_does_not_ask_it(models, student, file):
     teachers, batches, settings = open_all([{"model": models[0], "filter": {"domain": "poetry"}}], student, file)
     made = teachers[0].prepare(batches[0])
-    assert isinstance(made, Routed) and made.batch is None
-    assert ask(teachers, [made], batches[0], settings) == []
+    assert made.batch is None
+    assert compute_targets(teachers, [made], batches[0], settings) == []
 
 
 # --- prompts that only the teacher reads
@@ -396,7 +398,7 @@ def test_a_system_message_of_the_teachers_own(models, student, tmp_path):
     (batch,), (targets,) = batches, asked(teachers, batches, settings)
     made = teachers[0].prepare(batch)
     assert made.counts["tokens_in_chunks"] == made.counts["tokens"] == batch.supervised_tokens
-    for example, theirs in zip(batch.examples, made.batch.examples, strict=True):
+    for example, theirs in zip(batch.examples, made.reading.examples, strict=True):
         hint = next(r["hint"] for r in RECORDS if r["text"] in example.text)
         assert hint.strip() in theirs.text and hint.strip() not in example.text
         assert theirs.ids[theirs.supervised].tolist() == example.ids[example.supervised].tolist()

@@ -33,9 +33,11 @@ from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.data import StepBatches, collate
 from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_teacher, shared_ids
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.live import LiveModel, live_teacher
 from potstill.teachers.open import as_teachers_need, open_teachers, prepared
-from potstill.teachers.stored import CachedTeacher
+from potstill.teachers.same_tokenizer import SameTokenizerView
+from potstill.teachers.stored import StoredSignal
+from potstill.teachers.teacher import Teacher
 from potstill.training.student import LossKnobs
 from potstill.types import DenseTarget, PotstillError
 
@@ -69,15 +71,15 @@ def student() -> LanguageModel:
 
 def opened(
     folder: Path, student: LanguageModel, data: DataConfig, on_missing: str = "error", **loss: Any
-) -> CachedTeacher:
+) -> Teacher[StoredSignal]:
     configs = [TeacherConfig(cache=str(folder), on_missing=on_missing)]
     (found,) = open_teachers(configs, student, data, LossConfig(**loss), CPU).teachers
-    assert isinstance(found, CachedTeacher)
+    assert isinstance(found.source, StoredSignal) and isinstance(found.view, SameTokenizerView)
     return found
 
 
-def live_of(teacher: LanguageModel, student: LanguageModel) -> LiveTeacher:
-    return LiveTeacher(teacher, shared_ids(student, teacher, "teachers[0]"), "tiny")
+def live_of(teacher: LanguageModel, student: LanguageModel) -> Teacher[LiveModel]:
+    return live_teacher(teacher, shared_ids(student, teacher, "teachers[0]"), "tiny")
 
 
 # The same loss and gradients
@@ -385,13 +387,13 @@ def partial(teacher, files, tmp_path_factory) -> Path:
 def test_a_missing_document_is_named_and_all_are_counted(partial, student, data):
     found = opened(partial, student, data)
     batches = batches_of(data, student)
-    expected = coverage(found.source.cache, data, student.tokenizer)
+    expected = coverage(found.source.documents.cache, data, student.tokenizer)
     assert expected.missing == 10
     with pytest.raises(PotstillError) as caught:
         for batch in batches:
             found.prepare(batch)
     message = str(caught.value)
-    missing = next(e for batch in batches for e in batch.examples if found.source.cache.find([e.key])[0] < 0)
+    missing = next(e for batch in batches for e in batch.examples if found.source.documents.cache.find([e.key])[0] < 0)
     assert f"the cache {partial} has no document {missing.source} ({missing.key})" in message
     assert missing.source.split(" ")[0] in message and ".jsonl" in missing.source
     assert f"10 of the {expected.documents} documents of data are not in it" in message
@@ -758,11 +760,11 @@ def test_a_document_prepared_twice_before_it_is_computed_once(teacher, tiny_teac
     (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
     batch = batches_of(data, student)[0]
     again = collate([[example] for example in (*batch.examples, batch.examples[0])], 0)
-    assert found.prepare(batch) is None and found.prepare(again) is None
+    assert found.prepare(batch).plan is None and found.prepare(again).plan is None
     first = found.targets(batch, None)
     second = found.targets(again, None)
     assert len(second.ids) == len(first.ids) + batch.examples[0].supervised_tokens
-    assert found.prepare(batch) is not None  # waits to be written, and is read from there
+    assert found.prepare(batch).plan is not None  # waits to be written, and is read from there
     found.close()
     assert len(Cache(tmp_path / "cache")) == len(set(e.key for e in batch.examples))
 
@@ -776,7 +778,7 @@ def test_documents_move_from_memory_to_the_disk_while_they_are_read(
     batch = batches_of(data, student)[0]
     before = found.targets(batch, None)
     looking = Cache.documents
-    writer: Writer = found.source._writer.writer
+    writer: Writer = found.source.documents._writer.writer
 
     def flushed_after(self, keys):
         result = looking(self, keys)
@@ -784,9 +786,10 @@ def test_documents_move_from_memory_to_the_disk_while_they_are_read(
         return result
 
     monkeypatch.setattr(Cache, "documents", flushed_after)
-    after = found.prepare(batch)
+    (signal,) = found.prepare(batch).signals
+    after = signal.target
     assert not writer.waiting
-    assert torch.equal(after.ids.long(), before.ids) and torch.equal(after.logprobs, before.logprobs)
+    assert torch.equal(after.ids, before.ids) and torch.equal(after.logprobs, before.logprobs)
     found.close()
 
 
@@ -796,11 +799,11 @@ def test_what_waits_is_written_in_time_though_nothing_is_added(teacher, tiny_tea
     (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
     batch = batches_of(data, student)[0]
     found.targets(batch, None)
-    writer = found.source._writer
+    writer = found.source.documents._writer
     found.prepare(batch)
     assert writer.writer.waiting and len(Cache(tmp_path / "cache")) == 0
     writer._shard_seconds = 0.0
-    assert found.prepare(batch) is not None
+    assert found.prepare(batch).plan is not None
     writer._tending.result()
     assert not writer.writer.waiting and len(Cache(tmp_path / "cache")) == len({e.key for e in batch.examples})
     found.close()
@@ -811,7 +814,7 @@ def test_a_disk_that_fills_while_the_cache_is_only_read_is_told(tiny_teacher, st
     (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
     batch = batches_of(data, student)[0]
     found.targets(batch, None)
-    writer = found.source._writer
+    writer = found.source.documents._writer
     writer._shard_seconds = 0.0
 
     def full(_):
@@ -852,7 +855,7 @@ def test_what_another_process_added_is_used(teacher, tiny_teacher, student, data
     config = TeacherConfig(model=str(tiny_teacher), cache=str(folder), store=StoreConfig(k=8))
     (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
     batches = batches_of(data, student)
-    assert found.prepare(batches[0]) is None
+    assert found.prepare(batches[0]).plan is None
     build(teacher, StoreConfig(k=8), data, folder, name="tiny")
 
     def never(*_):
@@ -901,12 +904,12 @@ def test_threads_that_read_while_the_cache_grows(teacher, tiny_teacher, student,
     try:
         for batch in batches:
             found.targets(batch, None)
-            found.source._writer._worker.submit(found.source._writer._flush).result()
+            found.source.documents._writer._worker.submit(found.source.documents._writer._flush).result()
     finally:
         done.set()
         thread.join()
     assert not errors
-    assert all(found.prepare(batch) is not None for batch in batches)
+    assert all(found.prepare(batch).plan is not None for batch in batches)
     found.close()
 
 

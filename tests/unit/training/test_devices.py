@@ -19,7 +19,7 @@ from potstill.config import Recipe
 from potstill.data import StepBatch
 from potstill.losses import fused_linear_kd
 from potstill.models import LanguageModel
-from potstill.teachers.live import LiveTeacher
+from potstill.teachers.live import live_teacher
 from potstill.teachers.open import Prepared
 from potstill.training import loop
 from potstill.training.metrics import Stopwatch
@@ -80,7 +80,7 @@ def recipe(own=False, **train):
 def parts_of(student, teacher, device, settings):
     module = StudentLoss(student).train()
     optimizers = make_optimizers(student.model, student.model.get_output_embeddings(), settings.train.optimizer)
-    live = LiveTeacher(teacher, 2048, "teacher")
+    live = live_teacher(teacher, 2048, "teacher")
     return Parts(device, student, module, [live], optimizers, settings.train.precision, None, None, None, settings)
 
 

@@ -1,0 +1,60 @@
+"""A student's texts as a teacher with another tokenizer, or with a prompt of its own, reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from potstill.cache.reading import TeacherText, piece_of
+from potstill.data import Piece
+from potstill.text.chat import ChatRenderer
+from potstill.types import Example, PotstillError
+
+NOTHING = Example("", "", np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_), 0)
+
+
+class TeacherReader:
+    """`context_column`: the column with what the teacher reads first, and the student does not."""
+
+    def __init__(
+        self, tokenizer: Any, positions: int | None, kwargs: Mapping[str, Any], context_column: str | None = None
+    ) -> None:
+        self._text = TeacherText(tokenizer, positions)
+        self._tokenizer, self._kwargs, self._column = tokenizer, kwargs, context_column
+        self._renderer: ChatRenderer | None = None
+
+    def __call__(self, examples: Sequence[Example]) -> list[Example]:
+        """NOTHING where there is nothing to predict."""
+        return [read or NOTHING for read in self._text([self.piece(example) for example in examples])]
+
+    def piece(self, example: Example) -> Piece:
+        piece, context = piece_of(example), None if self._column is None else example.columns[self._column]
+        if example.messages is not None:
+            return self._conversation(piece, example, context)
+        if context is None:
+            return piece
+        # In place of the prompt that the student reads, where there is one.
+        begin = 0 if example.spans is None else example.spans[0][0]
+        text = context + example.text[begin:]
+        return replace(piece, text=text, spans=((len(context), len(text)),))
+
+    def _conversation(self, piece: Piece, example: Example, context: str | None) -> Piece:
+        messages = list(example.messages or ())
+        if context is not None:
+            others = messages[1:] if messages[0]["role"] == "system" else messages
+            messages = [{"role": "system", "content": context}, *others]
+        if self._renderer is None:
+            self._renderer = ChatRenderer(self._tokenizer, self._kwargs, "teachers")
+        try:
+            rendered, *_ = self._renderer.render(messages, example.tools, example.source)
+        except PotstillError:
+            if example.writer is None:
+                raise
+            return replace(piece, text="", dropped=True)  # the student may write what no template can show
+        # Of a conversation whose last turn was written, only that turn is learnt.
+        return replace(
+            piece, text=rendered.text, spans=rendered.spans if example.writer is None else rendered.spans[-1:]
+        )
