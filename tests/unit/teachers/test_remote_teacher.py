@@ -528,7 +528,7 @@ def test_refused(opened, student, data, config, loss, words):
 def test_refused_with_another_tokenizer(opened, other, data):
     with pytest.raises(PotstillError, match="student_top_k asks about the student's tokens"):
         opened(other, data, {"remote": {"kind": "student_top_k"}})
-    with pytest.raises(PotstillError, match=r"across\.method: span_likelihood"):
+    with pytest.raises(PotstillError, match=r"cross_tokenizer\.method: span_likelihood"):
         opened(other, data, {"remote": {"kind": "token_logprobs"}})
     with pytest.raises(PotstillError, match=r"use remote\.kind: hidden"):
         opened(other, data, {"remote": {"kind": "top_k"}}, temperature=2.0)

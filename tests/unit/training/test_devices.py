@@ -55,9 +55,8 @@ class CountWaits(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def ready(steps):
-    """Of a live teacher nothing is made ready."""
-    return Prepared(steps, [[None] for _ in steps.batches])
+def ready(parts, steps):
+    return Prepared(steps, [[teacher.prepare(batch) for teacher in parts.teachers] for batch in steps.batches])
 
 
 OWN = {"divergence": "policy_gradient_kl", "discount": 0.9, "ce_weight": 0.5}
@@ -134,7 +133,7 @@ def test_a_step_on_fake_cuda_tensors_mixes_no_devices(fake_cuda, packed, optimiz
         monkeypatch.setattr(torch.Tensor, "backward", backward)
         batches = tuple(fake_batch(mode, batch) for batch in window(packed, 1, own).batches)
         steps = StepBatch(batches, {}, {"supervised_tokens": 1}, 0)
-        metrics = loop.optimizer_step(settings, parts, ready(steps), Run(Path(), total_steps=3), Stopwatch())
+        metrics = loop.optimizer_step(settings, parts, ready(parts, steps), Run(Path(), total_steps=3), Stopwatch())
     assert metrics["step"] == 1
     assert reads[0].device == fake_cuda
     assert all(p.device == fake_cuda for p in parts.module.parameters())
@@ -175,12 +174,12 @@ def test_the_host_waits_once_a_step(packed, micro_batches, own, monkeypatch):
     reads = []
     real = loop.read
     monkeypatch.setattr(loop, "read", lambda values: reads.append(values.shape) or real(values))
-    loop.optimizer_step(settings, parts, ready(steps), Run(Path(), total_steps=3), Stopwatch())
+    loop.optimizer_step(settings, parts, ready(parts, steps), Run(Path(), total_steps=3), Stopwatch())
     with CountWaits() as counter:
         for method in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
             note = functools.partial(noting, counter.seen, getattr(torch.Tensor, method), method)
             monkeypatch.setattr(torch.Tensor, method, functools.partialmethod(note))
-        metrics = loop.optimizer_step(settings, parts, ready(steps), Run(Path(), 1, 3), Stopwatch())
+        metrics = loop.optimizer_step(settings, parts, ready(parts, steps), Run(Path(), 1, 3), Stopwatch())
     assert len(reads) == 2
     assert (metrics.keys() >= {"sampling_logprob_gap", "ratio_mean", "ratio_clipped", "advantage"}) == own
     # The one read, for the log. On a CPU, where nobody waits, the backward pass looks whether its scale is 1.
