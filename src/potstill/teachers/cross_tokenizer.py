@@ -6,12 +6,11 @@ C chunks, T teacher tokens that come after the first ones of their chunks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from potstill.config.sections import fixed_value
 from potstill.losses import label_logprobs
 from potstill.models import LanguageModel
 from potstill.teachers.prefix_marginal import PrefixMarginalView
-from potstill.teachers.protocols import Asked, Ints, Signal, TokenizerView
+from potstill.teachers.protocols import Asked, Ints, Plan, Signal, TokenizerView
 from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks, expanded
 from potstill.types import Batch, Chunks, CrossTarget, DenseTarget, Example, PotstillError, TopKTarget
 
@@ -49,54 +48,35 @@ class ChunkView:
         rows = first[owner] + 1 + step
         teacher_owner, teacher_step = expanded(t1 - t0 - 1)
         place = t0[teacher_owner] + 1 + teacher_step
-        begins = kept.teacher_token(np.arange(len(t0)), t0)
+        begins, others = kept.teacher_token(np.arange(len(t0)), t0), kept.teacher_token(teacher_owner, place)
         whole = self.config.method != "span_likelihood"
+        known = np.zeros(batch.supervised_tokens, dtype=np.bool_)
+        known[first] = known[rows] = True
         return ChunkPlan(
-            self,
-            Chunks(torch.from_numpy(first), torch.from_numpy(rows), torch.from_numpy(owner), first, rows),
-            Asked(kept.document, t0, begins, distribution=whole, token_logprobs=True),
-            Asked(
-                kept.document[teacher_owner],
-                place,
-                kept.teacher_token(teacher_owner, place),
-                distribution=False,
-                token_logprobs=True,
+            asked=(
+                Asked(kept.document, t0, begins, distribution=whole, token_logprobs=True),
+                Asked(kept.document[teacher_owner], place, others, distribution=False, token_logprobs=True),
             ),
-            teacher_owner,
-            kept.counts,
+            known=None if known.all() else known,
+            counts=kept.counts,
+            view=self,
+            chunks=Chunks(torch.from_numpy(first), torch.from_numpy(rows), torch.from_numpy(owner), first, rows),
+            inner_owner=teacher_owner,
         )
 
 
-@dataclass(frozen=True)
-class ChunkPlan:
-    """The rows of a batch as chunks."""
+@dataclass(frozen=True, kw_only=True)
+class ChunkPlan(Plan):
+    """The rows of a batch as chunks. Asked about: the first teacher token of each chunk [C], and the others [T]."""
 
     view: ChunkView
     chunks: Chunks
-    first: Asked  # [C]; the first teacher token of each chunk …
-    inner: Asked  # [T]; … and the others …
-    inner_owner: Ints  # [T]; … of these chunks
-    counts: Mapping[str, int]
-
-    @property
-    def asked(self) -> Sequence[Asked]:
-        return self.first, self.inner
-
-    @property
-    def known(self) -> npt.NDArray[np.bool_] | None:
-        """The rows in chunks."""
-        known = np.zeros(self.counts["tokens"], dtype=np.bool_)
-        known[self.chunks.first_host] = known[self.chunks.inner_host] = True
-        return None if known.all() else known
-
-    def prepared(self, signals: Sequence[Signal]) -> ChunkPlan:
-        return self
+    inner_owner: Ints  # [T]; whose the others are
 
     def target(self, signals: Sequence[Signal], device: torch.device) -> CrossTarget:
         config, (at_first, at_inner) = self.view.config, signals
-        token, inner_token, owner = (
-            torch.from_numpy(x).to(device) for x in (self.first.token, self.inner.token, self.inner_owner)
-        )
+        arrays = (*(one.token for one in self.asked), self.inner_owner)
+        token, inner_token, owner = (torch.from_numpy(array).to(device) for array in arrays)
         whole, start = config.method != "span_likelihood", at_first.target
         logprobs = self._logprobs(at_inner, inner_token)
         inner = logprobs.new_zeros(len(token)).index_add_(0, owner, logprobs)

@@ -9,55 +9,38 @@ import torch
 
 from potstill.data import collate
 from potstill.models import LanguageModel
-from potstill.teachers.protocols import Asked, Reading, Signal
+from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.teacher import Teacher
 from potstill.types import Batch, Example
 
 
-class LiveModel:
-    """A frozen model that is run on every batch. It gives hidden states and its head, not logits. `read`: examples in its own
-    tokens; None: in the student's."""
-
-    ahead = 1
-    fixed = False
+class LiveModel(SignalSource):
+    """A frozen model that is run on every batch. It gives hidden states and its head, not logits. `width`: the ids that take
+    part. `reader`: gives examples in its own tokens; None: it reads the student's."""
 
     def __init__(
         self,
         language_model: LanguageModel,
         width: int,
-        read: Callable[[Sequence[Example]], list[Example]] | None = None,
+        reader: Callable[[Sequence[Example]], list[Example]] | None = None,
     ) -> None:
-        self.language_model = language_model
-        self.width = width  # ids that take part: those that the student shares, or all that the tokenizer has
-        self._read = read
-
-    def missing(self, batch: Batch) -> Sequence[int]:
-        return ()
-
-    def check_there(self, examples: Sequence[Example]) -> None:
-        """Nothing is missing."""
+        self.language_model, self._width, self._reader = language_model, width, reader
 
     def read(self, batch: Batch, compute: bool) -> Reading:
-        if self._read is None:
+        if self._reader is None:
             return Reading(batch.examples)
-        examples = self._read(batch.examples)
+        examples = self._reader(batch.examples)
         return Reading(examples, collate([[example] for example in examples], pad_id=0))
 
-    def prepare(self, reading: Reading, asked: Sequence[Asked]) -> Sequence[Signal]:
-        return ()
-
-    def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], signals: Sequence[Signal]) -> list[Signal]:
+    def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], host: Sequence[Signal]) -> list[Signal]:
         positions = batch.rows.teacher
         if reading.batch is not None:
             batch, width = reading.batch.to(positions.device), reading.batch.input_ids.shape[1]
             places = np.concatenate([one.document * width + one.place - 1 for one in asked])
             positions = torch.from_numpy(places).to(positions.device)
         hidden = self.language_model.hidden(batch, positions).split([len(one.place) for one in asked])
-        return [Signal(self.language_model.at_rows(part, self.width)) for part in hidden]
-
-    def close(self) -> None:
-        """It keeps nothing."""
+        return [Signal(self.language_model.at_rows(part, self._width)) for part in hidden]
 
 
 def live_teacher(language_model: LanguageModel, width: int, name: str, weight: float = 1.0) -> Teacher[LiveModel]:

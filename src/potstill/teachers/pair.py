@@ -92,14 +92,14 @@ def _target(
     device = torch.device("cpu")
     if method == "prefix_marginal":
         marginal = PrefixMarginalView(pair).plan(batch, [read])
-        source = DenseTarget(logits=_random(len(marginal.at.token), len(pair.teacher), seed))
+        source = DenseTarget(logits=_random(len(marginal.token), len(pair.teacher), seed))
         known = np.ones(len(batch.rows), dtype=np.bool_) if marginal.known is None else marginal.known
         rows = torch.from_numpy(np.flatnonzero(known))
         target = marginal.target([Signal(source)], device)
         return target, rows, source.select(torch.from_numpy(marginal.answer)[rows])
     plan = ChunkView(pair, config=CrossTokenizerConfig(method=method)).plan(batch, [read])
-    source = DenseTarget(logits=_random(len(plan.first.token), len(pair.teacher), seed))
-    inner = -torch.ones(len(plan.inner.token))
+    source = DenseTarget(logits=_random(len(plan.chunks.first), len(pair.teacher), seed))
+    inner = -torch.ones(len(plan.inner_owner))
     return plan.target([Signal(source), Signal(token_logprobs=inner)], device), plan.chunks.first, source
 
 

@@ -6,7 +6,7 @@ the teacher's tokens that begin with the bytes written since take part. N rows, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from potstill.losses import label_logprobs
-from potstill.teachers.protocols import Asked, Ints, Signal
+from potstill.teachers.protocols import Asked, Ints, Plan, Signal
 from potstill.teachers.tokenizer_pair import NONE, TokenizerPair, aligned_chunks, expanded
 from potstill.text import TokenTable
 from potstill.text.tokens import BYTE, TEXT
@@ -74,41 +74,38 @@ class PrefixMarginalView:
         for out, values in zip(filled, (answer, node, usual), strict=True):
             out[rows[fits]] = values[fits]
         return PrefixMarginalPlan(
-            self,
-            Asked(kept.document[theirs], place, token, token_logprobs=True),
-            np.maximum.accumulate(filled[0]),
-            filled[1],
-            np.where(known, filled[2], -1),
-            labels,
-            rows[beyond_owner],
-            answer[beyond_owner] + 1 + beyond_step,
-            None if len(known) and known.all() else known,
-            kept.counts,
+            asked=[Asked(kept.document[theirs], place, token, token_logprobs=True)],
+            known=None if len(known) and known.all() else known,
+            counts=kept.counts,
+            view=self,
+            answer=np.maximum.accumulate(filled[0]),
+            node=filled[1],
+            usual=np.where(known, filled[2], -1),
+            own=labels,
+            beyond_row=rows[beyond_owner],
+            beyond=answer[beyond_owner] + 1 + beyond_step,
         )
 
 
-@dataclass(frozen=True)
-class PrefixMarginalPlan:
-    """The rows of a batch, each with the teacher's token that answers it."""
+@dataclass(frozen=True, kw_only=True)
+class PrefixMarginalPlan(Plan):
+    """The rows of a batch, each with the teacher's token that answers it. Asked about: all teacher tokens in chunks [U]."""
 
     view: PrefixMarginalView
-    at: Asked  # [U]; the teacher's tokens in chunks
-    answer: Ints  # [N], never falling; which of these answers a row
+    answer: Ints  # [N], never falling; which of the U answers a row
     node: Ints  # [N]; what is written of it
     usual: Ints  # [N]; what of the student's it would be counted for
     own: Ints  # [N]; what the student wrote
     beyond_row: Ints  # rows whose token goes on into the teacher's further tokens …
     beyond: Ints  # … and those, of the U
-    known: npt.NDArray[np.bool_] | None  # [N]; None: all
-    counts: Mapping[str, int]
     entries: TopKTarget | None = None  # on the host: all that a truncated teacher says
 
     @property
-    def asked(self) -> Sequence[Asked]:
-        return (self.at,)
+    def token(self) -> Ints:
+        return self.asked[0].token
 
     def prepared(self, signals: Sequence[Signal]) -> PrefixMarginalPlan:
-        if not signals or not isinstance(signals[0].target, TopKTarget) or not len(self.at.token):
+        if not signals or not isinstance(signals[0].target, TopKTarget) or not len(self.token):
             return self
         assert signals[0].token_logprobs is not None
         target, logprobs = signals[0].target, signals[0].token_logprobs
@@ -133,7 +130,7 @@ class PrefixMarginalPlan:
         odd[self.beyond_row] = True
         beyond = torch.zeros(len(self.own), device=device)
         if len(self.beyond):
-            further, token = source.select(moved(self.beyond)), moved(self.at.token[self.beyond])
+            further, token = source.select(moved(self.beyond)), moved(self.token[self.beyond])
             logprobs = label_logprobs(further, token, self.view.temperature).float()
             beyond.index_add_(0, moved(self.beyond_row), logprobs)
         return DenseTarget(
@@ -143,7 +140,7 @@ class PrefixMarginalPlan:
                 **self.view.tensors(device),
                 place=moved(self.answer),
                 node=moved(self.node),
-                actual=moved(self.at.token[self.answer]),
+                actual=moved(self.token[self.answer]),
                 usual=moved(self.usual),
                 own=moved(self.own),
                 beyond=beyond,
@@ -165,7 +162,7 @@ class PrefixMarginalPlan:
         table = self.view.table
         beyond = np.zeros(len(self.own), dtype=np.float64)
         np.add.at(beyond, self.beyond_row, chosen[self.beyond])
-        tokens, actual = ids[self.answer], self.at.token[self.answer]
+        tokens, actual = ids[self.answer], self.token[self.answer]
         mass, rest = np.exp(logprobs[self.answer].astype(np.float64)), np.exp(tail[self.answer].astype(np.float64))
         written = table.depth[self.node][:, None]  # bytes of the answering token: what its node says
         node, then = table.at(tokens, np.minimum(written, np.maximum(table.lengths[tokens] - 1, 0)))

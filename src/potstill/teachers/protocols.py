@@ -6,8 +6,9 @@ U tokens that a teacher is asked about, N rows of the student's batch.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -50,59 +51,49 @@ class Signal:
     hidden: Tensor | None = None  # [U, H]; on the host, in place of the target: the head is on the device
 
 
-class SignalSource(Protocol):
-    """Where a teacher's signal comes from: a model, a cache, a server, or a cache in front of one of them."""
+class SignalSource(ABC):
+    """Where a teacher's signal comes from: a model, a cache, a server, or a cache in front of one of them. Inherit from it what
+    holds for a source that can answer about any text, and needs the device for it."""
 
-    ahead: int  # micro-batches that are best prepared at once: requests under way at a server
-    fixed: bool  # a document that it lacks is an error: nobody is to compute it, or to leave it out
+    ahead: int = 1  # micro-batches that are best prepared at once: requests under way at a server
+    fixed: bool = False  # a document that it lacks is an error: nobody is to compute it, or to leave it out
 
     def missing(self, batch: Batch) -> Sequence[int]:
-        """Examples of the batch that it does not have and that are to be left out. On the host thread."""
-        ...
+        """Examples of the batch that it lacks and that are to be left out. On the host thread."""
+        return ()
 
-    def check_there(self, examples: Sequence[Example]) -> None:
-        """An error where it is fixed and lacks one of them."""
-        ...
+    def check_there(self, examples: Sequence[Example]) -> None:  # noqa: B027
+        """Of a fixed one: an error where it lacks one of them."""
 
     def read(self, batch: Batch, compute: bool) -> Reading | None:
         """On the host thread, without `compute`: None where some of it must first be computed on the device."""
-        ...
+        return Reading(batch.examples)
 
     def prepare(self, reading: Reading, asked: Sequence[Asked]) -> Sequence[Signal]:
-        """What can be had on the host thread, one per `asked`; nothing, where all of it comes from the device."""
-        ...
+        """What the host thread can have of it, one per `asked`, or nothing."""
+        return ()
 
-    def signal(
-        self, batch: Batch, reading: Reading, asked: Sequence[Asked], signals: Sequence[Signal]
-    ) -> Sequence[Signal]:
-        """One per `asked`, on the device of `batch`, outside autograd. `signals`: what `prepare` gave."""
-        ...
+    @abstractmethod
+    def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], host: Sequence[Signal]) -> list[Signal]:
+        """One per `asked`, on the device of `batch`, outside autograd. `host`: what `prepare` gave."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """At the end of a run, however it ends."""
-        ...
 
 
-class Plan(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Plan(ABC):
     """How the rows of one batch lie over what the teacher reads."""
 
-    @property
-    def asked(self) -> Sequence[Asked]: ...
-
-    @property
-    def known(self) -> npt.NDArray[np.bool_] | None:
-        """[N]; the rows that are answered; None: all."""
-        ...
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Of the alignment, for the log."""
-        ...
+    asked: Sequence[Asked]
+    known: npt.NDArray[np.bool_] | None = None  # [N]; the rows that are answered; None: all
+    counts: Mapping[str, int] = field(default_factory=dict)  # of the alignment, for the log
 
     def prepared(self, signals: Sequence[Signal]) -> Plan:
         """With what can be made of the signals on the host thread."""
-        ...
+        return self
 
+    @abstractmethod
     def target(self, signals: Sequence[Signal], device: torch.device) -> Target: ...
 
 

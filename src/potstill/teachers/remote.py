@@ -155,29 +155,14 @@ class ScoredDocuments:
         self._origin.close()
 
 
-class StudentTopK:
+class StudentTopK(SignalSource):
     """Asks a server how likely those tokens are to the teacher that the student likes best: reverse KL on them, and on all
     others as one, is exact. The student is read first, so that nothing can be asked ahead of the step."""
-
-    ahead = 1
-    fixed = False
 
     def __init__(self, origin: RemoteOrigin, student: LanguageModel, form: Format) -> None:
         self._origin, self._student, self._form = origin, student, form
 
-    def missing(self, batch: Batch) -> Sequence[int]:
-        return ()
-
-    def check_there(self, examples: Sequence[Example]) -> None:
-        """Nothing is missing."""
-
-    def read(self, batch: Batch, compute: bool) -> Reading:
-        return Reading(batch.examples)
-
-    def prepare(self, reading: Reading, asked: Sequence[Asked]) -> Sequence[Signal]:
-        return ()
-
-    def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], signals: Sequence[Signal]) -> list[Signal]:
+    def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], host: Sequence[Signal]) -> list[Signal]:
         ids, form = self._likes(batch), self._form
         counts = [example.supervised_tokens for example in batch.examples]
         there = [i for i, count in enumerate(counts) if count]

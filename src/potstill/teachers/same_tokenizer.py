@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from potstill.teachers.protocols import Asked, Ints, Signal
+from potstill.teachers.protocols import Asked, Ints, Plan, Signal
 from potstill.types import Batch, Example, PotstillError, Target, TokenLogprobsTarget
 
 NONE: Ints = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class SamePlan:
-    asked: Sequence[Asked]
-    known: npt.NDArray[np.bool_] | None = None
-    counts: Mapping[str, int] = field(default_factory=dict)
-
-    def prepared(self, signals: Sequence[Signal]) -> SamePlan:
-        return self
-
+class SamePlan(Plan):
     def target(self, signals: Sequence[Signal], device: torch.device) -> Target:
         (signal,) = signals
         if signal.target is not None:
@@ -46,7 +36,7 @@ class SameTokenizerView:
         owner = np.repeat(np.arange(len(places)), [len(place) for place in places])
         tokens = [example.ids[place] for example, place in zip(batch.examples, places, strict=True)]
         place, token = np.concatenate([NONE, *places]), np.concatenate([NONE, *tokens])
-        return SamePlan([Asked(owner, place, token, not self._logprobs_only, self._logprobs_only)])
+        return SamePlan(asked=[Asked(owner, place, token, not self._logprobs_only, self._logprobs_only)])
 
 
 def _check_tokens(example: Example, stored: Example) -> None:

@@ -28,11 +28,11 @@ from potstill.config import DataConfig, LossConfig
 from potstill.config.sections import fixed_value
 from potstill.models import load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
-from potstill.teachers.protocols import Asked, Reading, Signal
+from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
 from potstill.types import Batch, Example, PotstillError, SampledTarget, TopKTarget
 
 
-class StoredSignal:
+class StoredSignal(SignalSource):
     """Reads what a teacher once said, or has just said. The host thread decodes it; the device gets it, and the head."""
 
     def __init__(self, documents: DocumentSource, width: int, temperature: float = 1.0) -> None:
@@ -75,16 +75,16 @@ class StoredSignal:
             target = replace(target, tail_samples=samples.long(), tail_entropy=entropy)
         return Signal(target, logprobs)
 
-    def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], signals: Sequence[Signal]) -> list[Signal]:
+    def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], host: Sequence[Signal]) -> list[Signal]:
         device = batch.input_ids.device
 
         def moved(values: Tensor | None) -> Tensor | None:
             return None if values is None else values.to(device, non_blocking=True)
 
-        if all(signal.hidden is None for signal in signals):
-            return [Signal(None if s.target is None else s.target.to(device), moved(s.token_logprobs)) for s in signals]
+        if all(signal.hidden is None for signal in host):
+            return [Signal(None if s.target is None else s.target.to(device), moved(s.token_logprobs)) for s in host]
         head = self.documents.head(device, self._width)
-        return [Signal(replace(head, hidden=moved(signal.hidden))) for signal in signals]
+        return [Signal(replace(head, hidden=moved(signal.hidden))) for signal in host]
 
     def close(self) -> None:
         self.documents.close()

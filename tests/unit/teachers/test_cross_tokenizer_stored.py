@@ -163,7 +163,9 @@ def test_a_model_beside_the_cache_fills_it(built, teacher, student, data, tmp_pa
         ({"kind": "top_k", "k": 8, "temperatures": (2.0,)}, {}, {}, r"at 2 only, and a teacher with another tokenizer"),
     ],
 )
-def test_what_a_cache_cannot_serve_is_refused(built, teacher, student, data, tmp_path, store, cross_tokenizer, loss, says):
+def test_what_a_cache_cannot_serve_is_refused(
+    built, teacher, student, data, tmp_path, store, cross_tokenizer, loss, says
+):
     with pytest.raises(PotstillError, match=says) as caught:
         opened(student, data, {"cache": str(built(**store)), "cross_tokenizer": cross_tokenizer}, **loss)
     assert str(caught.value).startswith("teachers[0].cache: ")
