@@ -1,7 +1,7 @@
 """What a student learns from a teacher with another tokenizer, by method: the quickstart's pair, and a real one.
 
 python benchmarks/two_tokenizers.py --work DIR [--assets DIR --smollm MODEL]    runs what results/two_tokenizers.json lacks
-python benchmarks/two_tokenizers.py --only-docs                                 writes the tables of docs/two-tokenizers.md
+python benchmarks/two_tokenizers.py --only-docs                                 writes the tables of docs/cross-tokenizer.md
 
 *Quickstart*: the shipped teacher (2,048 ids, byte-level BPE) and a student of 0.4 million parameters with 1,024 ids in the
 manner of SentencePiece, otherwise the quickstart's own recipe. *Real*: SmolLM2-135M (49,152 ids), from a cache of its hidden
@@ -22,7 +22,7 @@ from statistics import mean, stdev
 from typing import Any
 
 RESULT = Path(__file__).parent / "results" / "two_tokenizers.json"
-PAGE = Path(__file__).parents[1] / "docs" / "two-tokenizers.md"
+PAGE = Path(__file__).parents[1] / "docs" / "cross-tokenizer.md"
 RECIPE = Path(__file__).parents[1] / "src" / "potstill" / "shipped" / "quickstart.yaml"
 TEXT = ["loss.kd_weight=0", "loss.ce_weight=1"]
 

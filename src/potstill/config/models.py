@@ -75,7 +75,7 @@ class StoreConfig(Section):
 
 
 class CrossTokenizerConfig(Section):
-    """How to learn from a teacher with another tokenizer; unused when it is the student's. docs/two-tokenizers.md."""
+    """How to learn from a teacher with another tokenizer; unused when it is the student's. docs/cross-tokenizer.md."""
 
     method: Literal["prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld"] = Field(
         "prefix_marginal",
