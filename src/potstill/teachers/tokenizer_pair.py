@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from potstill.config import CrossTokenizerConfig
-from potstill.text import Alignment, PrefixTable, TokenTable, align_batch, align_spans, lexicon, vocab_map
+from potstill.text import Alignment, PrefixTable, TokenTable, VocabMap, align_batch, align_spans, lexicon, vocab_map
 from potstill.types import Batch, Example, PotstillError, Relation
 
 Ints = npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ class TokenizerPair:
         self._relations: dict[torch.device, Relation] = {}
 
     @cached_property
-    def map(self) -> Any:
+    def map(self) -> VocabMap:
         return vocab_map(self.student, self.teacher, decay=self.cross_tokenizer.decay)
 
     @cached_property
@@ -50,26 +50,21 @@ class TokenizerPair:
             self._relations[device] = relation_of(self.map).to(device)
         return self._relations[device]
 
-    def chunks(self, examples: Sequence[Example], read: Sequence[Example]) -> list[npt.NDArray[np.int64]]:
+    def chunks(self, examples: Sequence[Example], read: Sequence[Example]) -> list[Ints]:
         """For each document the chunks that may enter a loss, [chunks, 4]: student start and end, teacher start and end, in
         tokens. All of a chunk's student tokens are supervised, and the teacher has something before its first one."""
-        found: list[Alignment | None] = [None] * len(examples)
         there = [i for i, theirs in enumerate(read) if len(theirs.ids)]  # the others have nothing to predict
         plain = [i for i in there if examples[i].messages is None and examples[i].text == read[i].text]
-        for i in set(there) - set(plain):
-            found[i] = self._by_turns(examples[i], read[i])
         teacher_ids = [self._without_end(examples[i], read[i]) for i in plain]
         aligned = align_batch([examples[i].ids for i in plain], teacher_ids, self.student, self.teacher)
-        for i, alignment in zip(plain, aligned, strict=True):
-            found[i] = alignment
-        nothing = np.zeros((0, 4), dtype=np.int64)
-        return [nothing if a is None else self._kept(a, e) for a, e in zip(found, examples, strict=True)]
-
-    def _kept(self, alignment: Alignment, example: Example) -> Ints:
-        kept = alignment.supervised(example.supervised) & (alignment.teacher_start > 0) & (alignment.student_start > 0)
-        columns = (alignment.student_start, alignment.student_end, alignment.teacher_start, alignment.teacher_end)
-        result: Ints = np.stack(columns, -1)[kept].astype(np.int64)
-        return result
+        found = dict(zip(plain, aligned, strict=True))
+        found |= {i: self._by_turns(examples[i], read[i]) for i in there if i not in found}
+        kept = [np.zeros((0, 4), dtype=np.int64)] * len(examples)
+        for i, a in found.items():
+            usable = a.supervised(examples[i].supervised) & (a.teacher_start > 0) & (a.student_start > 0)
+            columns = np.stack([a.student_start, a.student_end, a.teacher_start, a.teacher_end], -1)
+            kept[i] = columns[usable].astype(np.int64)
+        return kept
 
     def _without_end(self, example: Example, read: Example) -> npt.NDArray[Any]:
         """The teacher's ids, without an eos that the student's text does not have: it goes on in another piece."""
@@ -111,36 +106,33 @@ def _runs(supervised: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
 
-def relation_of(found: Any) -> Relation:
+def relation_of(found: VocabMap) -> Relation:
     """A `VocabMap` as the losses use it."""
-    students, teachers = found.shape
     student, teacher = found.student.astype(np.int64), found.teacher.astype(np.int64)
-    alone = [np.setdiff1d(np.arange(size), ids) for size, ids in ((students, student), (teachers, teacher))]
-    places = []
-    for size, ids, others in ((students, student, alone[0]), (teachers, teacher, alone[1])):
-        place = np.zeros(size, dtype=np.int64)
-        place[ids], place[others] = np.arange(len(ids)), -1 - np.arange(len(others))
-        places.append(place)
+    (student_alone, place_student), (teacher_alone, place_teacher) = map(_places, found.shape, (student, teacher))
     counts = np.diff(found.indptr)
     hosts: dict[str, Ints] = {
         "student": student,
-        "student_alone": alone[0],
-        "start": np.repeat(np.arange(students), counts),
+        "student_alone": student_alone,
+        "start": np.repeat(np.arange(len(counts)), counts),
         "unmapped": np.flatnonzero(counts == 0),
     }
-    return Relation(
-        student=torch.from_numpy(student),
-        teacher=torch.from_numpy(teacher),
-        student_alone=torch.from_numpy(alone[0]),
-        teacher_alone=torch.from_numpy(alone[1]),
-        place_student=torch.from_numpy(places[0]),
-        place_teacher=torch.from_numpy(places[1]),
-        start=torch.from_numpy(hosts["start"]),
-        end=torch.from_numpy(found.indices.astype(np.int64)),
-        value=torch.from_numpy(found.values),
-        unmapped=torch.from_numpy(hosts["unmapped"]),
-        hosts=hosts,
-    )
+    others = {
+        "teacher": teacher,
+        "teacher_alone": teacher_alone,
+        "place_student": place_student,
+        "place_teacher": place_teacher,
+        "end": found.indices.astype(np.int64),
+        "value": found.values,
+    }
+    return Relation(hosts=hosts, **{name: torch.from_numpy(array) for name, array in (hosts | others).items()})
+
+
+def _places(size: int, paired: Ints) -> tuple[Ints, Ints]:
+    """The ids that are in no pair, and where each of all ids is found: in the pairs, or as −1 − its place among the others."""
+    alone, place = np.setdiff1d(np.arange(size), paired), np.zeros(size, dtype=np.int64)
+    place[paired], place[alone] = np.arange(len(paired)), -1 - np.arange(len(alone))
+    return alone, place
 
 
 @dataclass(frozen=True)
