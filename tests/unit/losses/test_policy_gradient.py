@@ -370,7 +370,7 @@ def test_a_live_teacher_and_its_likelihoods_are_the_same(pair, documents):
     student, teacher = pair
     batch = batch_of(*documents)
     with torch.no_grad():
-        logits = teacher.language_model.model(batch.input_ids).logits.flatten(0, 1)[batch.rows.teacher]
+        logits = teacher.source.language_model.model(batch.input_ids).logits.flatten(0, 1)[batch.rows.teacher]
     alone = TokenLogprobsTarget(logits.log_softmax(-1).gather(-1, batch.rows.labels[:, None])[:, 0])
     loss, gradients = step(student, [batch], [teacher.targets(batch)], KNOBS)
     expected, others = step(student, [batch], [alone], KNOBS)
