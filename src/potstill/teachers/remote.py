@@ -62,7 +62,7 @@ class RemoteOrigin:
         return self.server.head(width)
 
     def begin(self, form: Format, examples: Sequence[Example]) -> Callable[[], Arrays]:
-        asked = self.ask(form, examples)
+        asked = self.score(form, examples)
 
         def wait() -> Arrays:
             parts = asked()
@@ -70,7 +70,7 @@ class RemoteOrigin:
 
         return wait
 
-    def ask(self, form: Format, examples: Sequence[Example], given: Given | None = None) -> Callable[[], list[Arrays]]:
+    def score(self, form: Format, examples: Sequence[Example], given: Given | None = None) -> Callable[[], list[Arrays]]:
         """Send some documents, each with something to predict; what is given back waits for the rows of each."""
         groups = list(_groups(examples, self.server.request_tokens))
         futures: list[Future[Arrays]] = []
@@ -138,7 +138,7 @@ class ScoredDocuments:
         both = enumerate(zip(examples, read, strict=True))
         there = [i for i, (own, theirs) in both if own.supervised.any() and theirs.supervised.any()]
         found: list[Arrays] = [no_rows(self.form)] * len(read)
-        for i, signal in zip(there, self._origin.ask(self.form, [read[i] for i in there])(), strict=True):
+        for i, signal in zip(there, self._origin.score(self.form, [read[i] for i in there])(), strict=True):
             found[i] = signal
         return [Scored(self.form, e, signal) for e, signal in zip(read, found, strict=True)]
 
@@ -167,7 +167,7 @@ class StudentTopK(SignalSource):
         counts = [example.supervised_tokens for example in batch.examples]
         there = [i for i, count in enumerate(counts) if count]
         given = np.split(ids, np.cumsum(counts)[:-1])
-        answers = self._origin.ask(form, [batch.examples[i] for i in there], [given[i] for i in there])()
+        answers = self._origin.score(form, [batch.examples[i] for i in there], [given[i] for i in there])()
         answers = answers or [no_rows(form)]
         logprobs, tail = (np.concatenate([answer[name] for answer in answers]) for name in ("logprobs", "tail"))
         found = torch.from_numpy(ids).long(), torch.from_numpy(logprobs), torch.from_numpy(tail)

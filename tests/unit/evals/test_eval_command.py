@@ -43,7 +43,7 @@ def test_dtype_is_that_of_both_models(folder, monkeypatch):
     real = command.evaluate
 
     def evaluate(student, teacher, *rest, **options):
-        loaded.update(student=student.model.dtype, teacher=teacher.language_model.model.dtype)
+        loaded.update(student=student.model.dtype, teacher=teacher.source.language_model.model.dtype)
         return real(student, teacher, *rest, **options)
 
     monkeypatch.setattr(command, "evaluate", evaluate)

@@ -66,7 +66,7 @@ def test_chunked_hidden_state_loss_equals_plain_full_logits(pair):
         ids = torch.tensor(document.ids)[None].long()
         labels = torch.where(torch.tensor(document.supervised), ids[0], -100)[1:]
         student_logits = module.model(ids).logits[0, :-1].float()
-        teacher_logits = teacher.language_model.model(ids).logits[0, :-1].float()
+        teacher_logits = teacher.source.language_model.model(ids).logits[0, :-1].float()
         logp, logq = (teacher_logits / 2).log_softmax(-1), (student_logits / 2).log_softmax(-1)
         kd = kd + 4 * (logp.exp() * (logp - logq)).sum(-1)[labels != -100].sum()
         ce = ce + F.cross_entropy(student_logits, labels, ignore_index=-100, reduction="sum")
@@ -117,7 +117,7 @@ def test_padded_vocabularies_take_no_part():
 def test_statistics_of_a_step(pair):
     """Sampled rows: with the teacher as the student KL is 0 and both agree everywhere."""
     _, teacher = pair
-    module, batch = StudentLoss(teacher.language_model), batch_of(*DOCUMENTS)
+    module, batch = StudentLoss(teacher.source.language_model), batch_of(*DOCUMENTS)
     _, sums = module(batch, [(1.0, teacher.targets(batch))], 1, FORWARD, stat_rows=10)
     of = dict(zip(SUMS, sums.tolist(), strict=True))
     assert of["stat_rows"] == 10 and of["agreement"] == 10

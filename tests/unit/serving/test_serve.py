@@ -281,7 +281,7 @@ def test_requests_larger_than_the_server_takes_are_split(served, teacher, monkey
     some = examples([90] * 40)
     form = Format("given", 2048, k=64)
     wanted = [np.tile(np.arange(64, dtype=np.int32), (e.supervised_tokens, 1)) for e in some]
-    found = origin.ask(form, some, wanted)()
+    found = origin.score(form, some, wanted)()
     expected = signal_of_examples(teacher, form, some, wanted)
     assert np.allclose(np.concatenate([part["logprobs"] for part in found]), expected["logprobs"], atol=2e-5)
     origin.close()
@@ -294,11 +294,11 @@ def test_answers_larger_than_the_server_gives(teacher):
     form, some = Format("top_k", 2048, k=8), examples([30] * 40)
     with Threaded(application(service)) as server:
         origin = open_server(TeacherConfig.model_validate({"server": server.address, "remote": {"k": 8}}), "t")
-        found = origin.ask(form, some)()
+        found = origin.score(form, some)()
         expected = signal_of_examples(teacher, form, some)
         assert np.allclose(np.concatenate([part["logprobs"] for part in found]), expected["logprobs"], atol=2e-5)
         with pytest.raises(PotstillError, match=r"\(413\): the answer would be 0\.\d+ MB, .*\(--max-answer-mb\)"):
-            origin.ask(Format("top_k", 2048, k=512), examples([30]))()
+            origin.score(Format("top_k", 2048, k=512), examples([30]))()
         many = write_question(Question(Format("token_logprobs", 2048), [replace(examples([100])[0], key="k")] * 11_000))
         answer = httpx.post(f"{server.address}/score", content=many, timeout=60)
         assert answer.status_code == 413 and "takes 1,048,576 at once" in answer.json()["error"]
@@ -803,7 +803,7 @@ def test_numbers_that_are_none_stop_the_run_at_once(teacher, tmp_path, student, 
     with Threaded(application(service)) as server:
         origin = open_server(TeacherConfig(server=server.address), "t")
         with pytest.raises(PotstillError, match=r"\(422\): the teacher's hidden states are not finite"):
-            origin.ask(TOP, examples([30]))()
+            origin.score(TOP, examples([30]))()
         origin.close()
     scorer.close()
 
