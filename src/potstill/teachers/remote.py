@@ -70,7 +70,9 @@ class RemoteOrigin:
 
         return wait
 
-    def score(self, form: Format, examples: Sequence[Example], given: Given | None = None) -> Callable[[], list[Arrays]]:
+    def score(
+        self, form: Format, examples: Sequence[Example], given: Given | None = None
+    ) -> Callable[[], list[Arrays]]:
         """Send some documents, each with something to predict; what is given back waits for the rows of each."""
         groups = list(_groups(examples, self.server.request_tokens))
         futures: list[Future[Arrays]] = []
