@@ -31,8 +31,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np  # noqa: E402
 import tokenizers  # noqa: E402
 
+from potstill.report.alignment import Counts, count  # noqa: E402
 from potstill.text import TokenTable, align, align_batch, vocab_map  # noqa: E402
-from potstill.text.show import Counts, count  # noqa: E402
 
 ASSETS = Path(os.environ.get("POTSTILL_ASSETS", Path(__file__).resolve().parents[2] / "shared" / "assets"))
 RESULT = Path(__file__).parent / "results" / "align.json"

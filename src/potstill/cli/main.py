@@ -255,8 +255,8 @@ def align(
 
     Example: potstill align shipped:tokenizers/pieces-1k shipped:tokenizers/bytes-2k --text "The café"
     """
+    from potstill.cli.align import align_pair
     from potstill.evals.command import source_of
-    from potstill.teachers.pair import align_pair
 
     source = source_of(data, text=column, split=split) if data else None
     align_pair(student, teacher, source=source, text=text, check=check, html=html, as_json=json_out)

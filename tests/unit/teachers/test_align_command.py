@@ -11,8 +11,8 @@ import pytest
 from tiny_tokenizer import tiny_tokenizer
 from trained_tokenizers import shipped_text, table, tokenizer, trained
 
+from potstill.report.alignment import Counts, count, encode, show_corpus, show_text
 from potstill.text import align
-from potstill.text.show import Counts, count, encode, show_corpus, show_text
 from potstill.types import PotstillError
 
 NAMES = ("student", "teacher")

@@ -14,11 +14,11 @@ from potstill.config.recipe import checked
 from potstill.data import Source, collate
 from potstill.losses import DenseTarget, fused_linear_kd
 from potstill.models import load_tokenizer
+from potstill.report.alignment import encode, show_corpus, show_text
 from potstill.teachers.cross_tokenizer import ChunkView
 from potstill.teachers.prefix_marginal import PrefixMarginalView
 from potstill.teachers.protocols import Signal
 from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks
-from potstill.text.show import encode, show_corpus, show_text
 from potstill.types import Batch, Example, PotstillError, Target
 
 CHECKED_TEXT = (
