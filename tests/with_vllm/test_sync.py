@@ -68,7 +68,7 @@ def test_weights_that_do_not_arrive_in_the_process(needs_vllm: None, tmp_path: P
     writer = open_for(shipped_teacher(), tmp_path / "vllm")
     try:
         shake(writer.student, 1)
-        writer.engine._llm.collective_rpc = lambda *_, **__: None
+        writer.engine.copy.llm.collective_rpc = lambda *_, **__: None
         with pytest.raises(
             PotstillError, match=r"did not take the student's weights of step 6, .* those of step 5: .* 64"
         ):

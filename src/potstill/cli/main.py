@@ -208,7 +208,7 @@ def serve(
 
     Example: potstill serve shipped:teacher --port 8471
     """
-    from potstill.serving.options import ServeOptions
+    from potstill.serving.server import ServeOptions
     from potstill.serving.server import serve as run_server
 
     run_server(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from potstill.config import SamplingConfig
 from potstill.rollouts.engine import Completion, GenerationRequest
-from potstill.rollouts.vllm_requests import check_sampling, read_text, request, written
+from potstill.rollouts.vllm_requests import check_sampling, completion, read_text, request
 from potstill.serving.openai import OpenAIServer
 from potstill.teachers.remote import RemoteOrigin
 from potstill.types import PotstillError
@@ -22,27 +21,24 @@ class RemoteWriter:
     def __init__(self, origin: RemoteOrigin, sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
         if not isinstance(origin.server, OpenAIServer):
             raise PotstillError(
-                f"rollouts.teacher_fraction: {origin.server.connection.address} is a `potstill serve`, which scores and "
-                "does not "
-                "write: give the first teacher as model, or behind vLLM"
+                f"rollouts.teacher_fraction: {origin.server.connection.address} is a `potstill serve`, which scores and does "
+                "not write: give the first teacher as model, or behind vLLM"
             )
         check_sampling(sampling)
         self._server, self._sampling, self._stop_ids = origin.server, sampling, stop_ids
-        self._at_once = origin.at_once
 
     def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
-        with ThreadPoolExecutor(self._at_once, "write") as pool:
-            return list(pool.map(self._one, asked))
+        return self._server.connection.each(self._one, asked)
 
     def _one(self, ask: GenerationRequest) -> Completion:
-        keys = {**request(self._sampling, self._stop_ids, ask.seed), "return_token_ids": True}
-        keys["ignore_eos"] = False  # its model may have eos ids that its tokenizer does not name
-        choice = self._server.go_on(ask.ids.tolist(), keys)
+        # Its model may have eos ids that its tokenizer does not name.
+        keys = request(self._sampling, self._stop_ids, ask.seed) | {"return_token_ids": True, "ignore_eos": False}
+        choice = self._server.completion(ask.ids.tolist(), keys)
         try:
-            ids, logprobs = read_text(choice, self._sampling, None)
+            ids, logprobs = read_text(choice, self._sampling)
         except ValueError as error:
             raise self._server.connection.error(str(error)) from error
-        text = written(ids, logprobs, choice.get("finish_reason"), self._sampling, self._stop_ids)
+        text = completion(ids, logprobs, choice.get("finish_reason"), self._sampling, self._stop_ids)
         own_eos = text.end == "stop" and choice.get("stop_reason") is None  # else: which stop id or text it was
         return replace(text, end="eos") if own_eos else text
 

@@ -1,33 +1,52 @@
-"""vLLM in this process: a copy of the student that takes its tensors without a way over the disk. docs/vllm.md."""
+"""vLLM as the engine: a copy of the student, in this process or behind a server, that takes its weights and is checked to have
+them. docs/vllm.md."""
 
 from __future__ import annotations
 
-import os
-import random
-import threading
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from rich.console import Console
+from torch import Tensor
 
 from potstill.config.rollouts import RolloutsConfig, SamplingConfig
-from potstill.models import LanguageModel
-from potstill.models.libraries import reason
+from potstill.models import LanguageModel, evaluating
 from potstill.rollouts.engine import Completion, Engine, GenerationRequest
-from potstill.rollouts.sync_check import SyncCheck
-from potstill.rollouts.vllm_requests import check_lengths, check_sampling, request, written
-from potstill.rollouts.vllm_server import Server
-from potstill.rollouts.vllm_weights import describe, named_weights
+from potstill.rollouts.sampling import drawn_from
+from potstill.rollouts.vllm_process import VLLMProcess
+from potstill.rollouts.vllm_requests import check_sampling
+from potstill.rollouts.vllm_server import PATIENCE, VLLMServer
 from potstill.types import PotstillError
 
-KV_CACHE_BYTES = 2**30  # on CPUs, where vLLM would otherwise take most of the memory
-GPU_MEMORY = 0.3  # of it, for vLLM's weights and cache; the training has the rest
+RESTARTS = 5  # of a server, that one generation may see
+EACH_OF_THE_FIRST = 3  # updates that are checked; after these, whenever their number has doubled
+TEXTS, TOKENS, PROMPT = 4, 16, "The"  # of the check
+# Nats, on average over the tokens: what two implementations differ by in rounding, and weights of another step by far more.
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+
+class Copy(Protocol):
+    """A vLLM with a copy of the student."""
+
+    dtype: torch.dtype | None  # None: not known
+    hint: str  # what to look at if the weights did not arrive
+
+    @property
+    def failures(self) -> int:
+        """Requests that failed and were sent again."""
+        ...
+
+    def write(
+        self, asked: Sequence[GenerationRequest], sampling: SamplingConfig, stop_ids: Sequence[int]
+    ) -> list[Completion]: ...
+
+    def load(self, version: int) -> None:
+        """Take the student's present weights."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def open_vllm(
@@ -38,180 +57,103 @@ def open_vllm(
     max_length: int,  # longest prompt and text together: data.max_length
     folder: Path,  # in the run's folder, for what vLLM reads
     version: int = 0,  # optimizer steps that the student has taken
+    retry_timeout: float = PATIENCE,
 ) -> Engine:
     """The engine that the recipe asks for, with the student's present weights, compared."""
     check_sampling(rollouts.sampling)
+    copy: Copy
     if rollouts.engine.server is None:
-        return Colocated(student, rollouts, stop_ids, max_length, folder, version)
-    if rollouts.engine.folder is not None:
-        folder = Path(rollouts.engine.folder)
-    return Server(student, rollouts, stop_ids, max_length, folder, version)
+        copy = VLLMProcess(student, rollouts.engine.options, max_length, folder)
+    else:
+        copy = VLLMServer(student, rollouts, max_length, Path(rollouts.engine.folder or folder), retry_timeout)
+    return VLLMEngine(copy, student, rollouts.sampling, stop_ids, max_length, version)
 
 
-class Colocated:
-    """An `Engine`; vLLM's own engine runs in this process, so that tensors are handed over as they are."""
+class VLLMEngine:
+    """An `Engine`. After some of its updates both models are asked how likely some tokens are."""
 
     def __init__(
         self,
+        copy: Copy,
         student: LanguageModel,
-        rollouts: RolloutsConfig,
+        sampling: SamplingConfig,
         stop_ids: Sequence[int],
         max_length: int,
-        folder: Path,
         version: int,
-    ):
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise PotstillError(
-                "rollouts.engine: vLLM in the training's process goes with one process: with several, start a server "
-                "and give "
-                "rollouts.engine.server"
-            )
-        self.student, self.sampling, self.stop_ids, self.max_length = student, rollouts.sampling, stop_ids, max_length
+    ) -> None:
+        self.copy, self.student, self.sampling = copy, student, sampling
+        self.stop_ids, self.max_length = stop_ids, max_length
         self.version: int = version
-        self._own_group = not dist.is_initialized()  # vLLM makes one; potstill's own stays
-        options = self._options(rollouts.engine.options, folder)
-        Console(stderr=True, soft_wrap=True).print("starting vLLM in this process …", highlight=False)
-        with _quiet():
-            vllm = _import_vllm()
-        self._params = vllm.SamplingParams
-        describe(student, folder)
-        with _apart(self.student.model.device), _quiet():
-            try:
-                self._llm = vllm.LLM(**options)
-            except Exception as error:  # of vLLM and of everything it stands on
-                raise PotstillError(
-                    f"rollouts.engine: vLLM cannot run the student ({reason(error)}); its own messages are above with "
-                    "VLLM_LOGGING_LEVEL=INFO"
-                ) from error
-        self._check = SyncCheck(
-            student,
-            rollouts.sampling,
-            lambda asked, sampling: self._write(asked, sampling, ()),
-            self._llm.llm_engine.model_config.dtype,
-            max_length,
-            f"This vLLM cannot take over a {student.model.config.model_type} in place: use rollouts.engine.kind "
-            "transformers.",
-        )
+        self._updates = 0
         try:
             self._take(version, None)
         except BaseException:
             self.close()
             raise
 
-    def _options(self, given: dict[str, Any], folder: Path) -> dict[str, Any]:
-        kind = self.student.model.device.type
-        options: dict[str, Any] = {
-            "dtype": str(self.student.model.dtype).removeprefix("torch."),
-            "max_model_len": self.max_length,
-            "enable_prefix_caching": True,  # the answers to one prompt share its work
-            "seed": 0,  # every request has its own
-            "disable_log_stats": True,
-        }
-        if kind == "cpu":
-            options |= {"enforce_eager": True, "kv_cache_memory_bytes": KV_CACHE_BYTES}
-        else:
-            options["gpu_memory_utilization"] = GPU_MEMORY
-        ours = {
-            "model": str(folder),
-            "load_format": "dummy",  # the weights come with the first update
-            "generation_config": "vllm",  # nothing but the recipe says how to sample
-            "logprobs_mode": "processed_logprobs",
-        }
-        for key in ours:
-            if key in given:
-                raise PotstillError(f"rollouts.engine.options.{key} is potstill's to set: leave it out")
-        return options | given | ours
-
     def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
-        check_lengths(asked, self.sampling, self.max_length)
-        return self._write(asked, self.sampling, self.stop_ids)
-
-    def _write(
-        self, asked: Sequence[GenerationRequest], sampling: SamplingConfig, stop_ids: Sequence[int]
-    ) -> list[Completion]:
-        if not asked:
-            return []
-        params = [
-            self._params(**request(sampling, stop_ids, ask.seed), detokenize=bool(sampling.stop)) for ask in asked
-        ]
-        prompts = [{"prompt_token_ids": ask.ids.tolist()} for ask in asked]
-        with _apart(self.student.model.device):
-            answers = self._llm.generate(prompts, params, use_tqdm=False)
-        outputs = [answer.outputs[0] for answer in answers]
-        return [
-            written(
-                one.token_ids,
-                [place[token].logprob for place, token in zip(one.logprobs, one.token_ids, strict=True)],
-                one.finish_reason,
-                sampling,
-                stop_ids,
+        longest = max((len(ask.ids) for ask in asked), default=0)
+        if longest + self.sampling.max_new_tokens > self.max_length:
+            raise PotstillError(
+                f"a prompt of {longest} tokens and rollouts.sampling.max_new_tokens {self.sampling.max_new_tokens} are more "
+                f"than data.max_length {self.max_length}"
             )
-            for one in outputs
-        ]
+        for _ in range(RESTARTS):
+            before = self.copy.failures
+            texts = self.copy.write(asked, self.sampling, self.stop_ids)
+            if self.copy.failures == before:
+                return texts
+            # It may have ended and begun again, with the weights it begins with: what it wrote is not the student's.
+            self._take(self.version, None)
+        raise PotstillError("rollouts.engine: the connection to vLLM breaks again and again while it writes")
 
     def update(self, version: int) -> None:
         self._take(version, self.version)
 
     def _take(self, version: int, before: int | None) -> None:
-        weights = named_weights(self.student)
-        with _apart(self.student.model.device):
-            try:
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-            except Exception as error:  # the code of each architecture, which may raise anything
-                raise PotstillError(
-                    f"rollouts.engine: vLLM cannot take the student's weights of step {version} ({reason(error)})"
-                ) from error
-            if not self._llm.reset_prefix_cache():
-                raise PotstillError("rollouts.engine: vLLM did not forget its prefix cache, which is of older weights")
+        """`before`: the step whose weights vLLM had until now, if they were the student's."""
+        self.copy.load(version)
         self.version = version
-        self._check.after_update(version, before)
+        self._updates += 1
+        if self._updates > EACH_OF_THE_FIRST and self._updates & (self._updates - 1):
+            return
+        dtypes = {self.student.model.dtype, self.copy.dtype} & set(TOLERANCE) or {torch.bfloat16}
+        dtype = max(dtypes, key=lambda each: TOLERANCE[each])
+        differences = self._differences(SamplingConfig())
+        if not float(differences.mean()) <= TOLERANCE[dtype]:  # also when it is NaN
+            older = "" if before is None else f", and may still write with those of step {before}"
+            raise PotstillError(
+                f"rollouts.engine: vLLM did not take the student's weights of step {version}{older}: the log-probabilities "
+                f"of {differences.numel()} tokens that it wrote differ from the student's by {float(differences.mean()):.2g} "
+                f"on average, and rounding in {str(dtype).removeprefix('torch.')} by less than {TOLERANCE[dtype]:g}. "
+                f"{self.copy.hint}"
+            )
+        if self._updates == 1 and self.sampling.temperature > 0:
+            # The median: a token at the edge of what top_p keeps may be on the other side of it here.
+            median = float(self._differences(self.sampling).median())
+            if not median <= TOLERANCE[dtype]:
+                raise PotstillError(
+                    "rollouts.engine: vLLM's log-probabilities are not those of the distribution that it draws from, after "
+                    f"rollouts.sampling's temperature and truncation (they differ by {median:.2g}): start it with "
+                    "--logprobs-mode processed_logprobs"
+                )
+
+    @torch.no_grad()
+    def _differences(self, sampling: SamplingConfig) -> Tensor:
+        """Between the two models' log-probabilities of tokens that vLLM draws, absolute, one per token."""
+        prompt = np.array(
+            (self.student.tokenizer(PROMPT)["input_ids"] or [0])[: max(1, self.max_length // 2)], np.int32
+        )
+        tokens = min(TOKENS, self.max_length - len(prompt))
+        sampling = sampling.model_copy(update={"max_new_tokens": tokens, "stop": []})
+        texts = self.copy.write([GenerationRequest(prompt, seed) for seed in range(TEXTS)], sampling, ())
+        ids_BL = torch.from_numpy(np.stack([np.concatenate([prompt, text.ids]) for text in texts])).long()
+        ids_BL = ids_BL.to(self.student.model.device)
+        with evaluating(self.student.model):
+            logits = self.student.model(input_ids=ids_BL, use_cache=False).logits[:, len(prompt) - 1 : -1]
+        logprobs = drawn_from(logits.flatten(0, 1), sampling).view(logits.shape)
+        ours = logprobs.gather(-1, ids_BL[:, len(prompt) :, None]).squeeze(-1)
+        return (ours.cpu() - torch.from_numpy(np.stack([text.logprobs for text in texts]))).abs().flatten()
 
     def close(self) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
-        if self._own_group:
-            cleanup_dist_env_and_memory()
-
-
-def _import_vllm() -> Any:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine in this process
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    try:
-        import vllm
-    except ImportError as error:
-        raise PotstillError(
-            f"rollouts.engine.kind vllm: vLLM cannot be imported ({reason(error)}). On a Linux machine without a GPU, "
-            "tools/setup_vllm makes an environment with it; elsewhere: pip install vllm"
-        ) from error
-    return vllm
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the libraries under vLLM warn each other of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
-
-
-@contextmanager
-def _apart(device: torch.device) -> Iterator[None]:
-    """vLLM seeds the process's random numbers, draws from them, and takes torch.set_num_threads away. On another thread the
-    numbers are left alone: putting them back would undo the training's own draws."""
-    threads = torch.set_num_threads
-    try:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        python, array = random.getstate(), np.random.get_state()
-        with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
-            try:
-                yield
-            finally:
-                random.setstate(python)
-                np.random.set_state(array)
-    finally:
-        torch.set_num_threads = threads
+        self.copy.close()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from potstill.config.rollouts import SamplingConfig
-from potstill.rollouts.engine import Completion, GenerationRequest
+from potstill.rollouts.engine import Completion
 from potstill.serving.protocol import SLACK
 from potstill.types import PotstillError
 
@@ -18,28 +18,15 @@ MOST_TEMPERATURE = 2.0  # … and refuses what is above this
 
 
 def check_sampling(sampling: SamplingConfig) -> None:
+    key = f"rollouts.sampling.temperature {sampling.temperature:g}"
     if 0 < sampling.temperature < LEAST_TEMPERATURE:
         raise PotstillError(
-            f"rollouts.sampling.temperature {sampling.temperature:g}: vLLM would take {LEAST_TEMPERATURE:g} for it; "
-            "give that, "
-            "or 0 for the likeliest token"
+            f"{key}: vLLM would take {LEAST_TEMPERATURE:g} for it; give that, or 0 for the likeliest token"
         )
     if sampling.temperature > MOST_TEMPERATURE:
         raise PotstillError(
-            f"rollouts.sampling.temperature {sampling.temperature:g}: vLLM takes at most {MOST_TEMPERATURE:g}; lower "
-            "it, or use "
-            "rollouts.engine.kind transformers"
+            f"{key}: vLLM takes at most {MOST_TEMPERATURE:g}; lower it, or use rollouts.engine.kind transformers"
         )
-
-
-def check_lengths(asked: Sequence[GenerationRequest], sampling: SamplingConfig, max_length: int) -> None:
-    for ask in asked:
-        if len(ask.ids) + sampling.max_new_tokens > max_length:
-            raise PotstillError(
-                f"a prompt of {len(ask.ids)} tokens and rollouts.sampling.max_new_tokens {sampling.max_new_tokens} are "
-                "more than "
-                f"data.max_length {max_length}"
-            )
 
 
 def request(sampling: SamplingConfig, stop_ids: Sequence[int], seed: int) -> dict[str, Any]:
@@ -63,26 +50,25 @@ def request(sampling: SamplingConfig, stop_ids: Sequence[int], seed: int) -> dic
     }
 
 
-def read_text(choice: Any, sampling: SamplingConfig, vocabulary: int | None) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities of what a server wrote. `vocabulary`: so many ids there are, where that is known. ValueError:
-    what is wrong with them."""
-    listed = choice.get("logprobs") if isinstance(choice, dict) else None
-    ids, logprobs = (
-        (choice.get("token_ids"), listed.get("token_logprobs")) if isinstance(listed, dict) else (None, None)
-    )
-    if not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs):
+def read_text(choice: Any, sampling: SamplingConfig, vocabulary: int = 2**31) -> tuple[list[int], list[float]]:
+    """Ids and log-probabilities of what a server wrote. ValueError: what is wrong with them."""
+    try:
+        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        aligned = isinstance(ids, list) and isinstance(logprobs, list) and len(ids) == len(logprobs)
+    except (KeyError, TypeError):
+        aligned = False
+    if not aligned:
         raise ValueError("it gives no token ids with what it writes: is it a vLLM of 0.10.2 or later?")
     if len(ids) > sampling.max_new_tokens:
         raise ValueError(f"it wrote {len(ids)} tokens where {sampling.max_new_tokens} were asked for at most")
-    most = 2**31 if vocabulary is None else vocabulary
-    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < most]:
+    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < vocabulary]:
         raise ValueError(f"it wrote {str(wrong[0])[:40]!r}, which is none of the ids")
     if wrong := [x for x in logprobs if type(x) not in (int, float) or not -math.inf < x <= SLACK]:
         raise ValueError(f"it gives {str(wrong[0])[:40]!r} as a log-probability of what it wrote")
     return ids, logprobs
 
 
-def written(
+def completion(
     ids: Sequence[int], logprobs: Sequence[float], reason: str | None, sampling: SamplingConfig, stop_ids: Sequence[int]
 ) -> Completion:
     if reason not in ("stop", "length"):

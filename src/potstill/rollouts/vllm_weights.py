@@ -1,8 +1,7 @@
-"""The student as vLLM takes it: its config and tokenizer, and its weights under the names that vLLM knows."""
+"""The student's weights under the names that vLLM knows."""
 
 from __future__ import annotations
 
-import copy
 import shutil
 from pathlib import Path
 
@@ -15,18 +14,6 @@ from potstill.models import LanguageModel
 from potstill.types import PotstillError
 
 SHARD_BYTES = 2**31  # safetensors holds a file's bytes in memory once more while it writes
-
-
-def describe(student: LanguageModel, folder: Path) -> None:
-    """Everything but the weights: what vLLM builds the model from."""
-    config = copy.deepcopy(student.model.config)
-    config.architectures = [type(student.model).__name__]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(folder)
-        student.save_words(folder)
-    except OSError as error:
-        raise could_not_write(folder, error) from error
 
 
 def named_weights(student: LanguageModel) -> dict[str, Tensor]:

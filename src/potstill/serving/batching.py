@@ -5,82 +5,35 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from potstill.cache.codec import Format, Signal
+from potstill.cache.codec import Signal
 from potstill.cache.origin import format_of, signal_of_examples
 from potstill.cache.scored import layout
 from potstill.config import StoreConfig
 from potstill.models import LanguageModel
-from potstill.serving.held import Busy
 from potstill.serving.protocol import Question
 from potstill.types import Example, PotstillError
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of documents a forward pass, in the metrics
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of documents per forward pass, in the metrics
 MOST_TOKENS = 2**20  # of one question
 
 
-@dataclass(eq=False)
-class Job:
-    """A question under way. `answer` is called once, on the scorer's thread, with the signal or an error."""
-
-    question: Question
-    answer: Callable[[Signal | Exception], None]
-    abandoned: bool = False  # nobody waits for it any more
-    scored: int = 0  # of its documents
-    taken: int = 0  # of its documents, in the order of their lengths
-    failed: bool = False
-    done: bool = False
-
-    def __post_init__(self) -> None:
-        lengths = [len(example.ids) for example in self.question.examples]
-        self.order = sorted(range(len(lengths)), key=lengths.__getitem__)
-        self.left = sum(lengths)  # tokens
-        ends = np.cumsum([example.supervised_tokens for example in self.question.examples])
-        self._starts = [0, *ends.tolist()]
-        # The answer's own arrays: as many bytes as were reserved for it, and nothing of a batch is kept beyond them.
-        shapes = layout(self.question.form).items()
-        self._rows = {name: np.empty((self._starts[-1], *shape), dtype) for name, (shape, dtype) in shapes}
-
-    def take(self, tokens: int) -> list[Task]:
-        """Its next documents, as many as fit, and at least one."""
-        first = self.taken
-        while self.taken < len(self.order):
-            length = len(self.question.examples[self.order[self.taken]].ids)
-            if self.taken > first and length > tokens:
-                break
-            tokens -= length
-            self.left -= length
-            self.taken += 1
-        return [Task(self, number) for number in self.order[first : self.taken]]
-
-    @property
-    def over(self) -> bool:
-        return self.abandoned or self.failed or self.done
-
-    def put(self, number: int, part: dict[str, npt.NDArray[Any]]) -> None:
-        for name, values in self._rows.items():
-            values[self._starts[number] : self._starts[number + 1]] = part[name]
-        self.scored += 1
-        if self.scored == len(self.question.examples) and not self.failed:
-            self.done = True
-            rows, self._rows = self._rows, {}  # whoever asked has them alone, and lets go of them
-            self.answer(rows)
-
-    def fail(self, error: Exception) -> None:
-        if not (self.failed or self.done):
-            self.failed = True
-            self.answer(error)
+class Busy(Exception):
+    """More is held than can be answered now: whoever asked may come back."""
 
 
-@dataclass(frozen=True)
-class Task:
+class TooLarge(Exception):
+    """A question or its answer is larger than the server takes."""
+
+
+class Task(NamedTuple):
     """One document of a job."""
 
     job: Job
@@ -90,16 +43,57 @@ class Task:
     def example(self) -> Example:
         return self.job.question.examples[self.number]
 
+    @property
+    def length(self) -> int:
+        return len(self.example.ids)
+
+
+class Job:
+    """A question under way. Its answer is canceled when nobody waits for it any more."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.answer = question, Future[Signal]()
+        tasks = [Task(self, number) for number in range(len(question.examples))]
+        self.waiting = deque(sorted(tasks, key=lambda task: task.length))
+        self.left = question.tokens  # that wait
+        self._starts = np.cumsum([0, *(example.supervised_tokens for example in question.examples)]).tolist()
+        self._missing = len(tasks)
+        # The answer's own arrays: as many bytes as were reserved for it, and nothing of a batch is kept beyond them.
+        shapes = layout(question.form).items()
+        self._rows = {name: np.empty((self._starts[-1], *shape), dtype) for name, (shape, dtype) in shapes}
+
+    def take(self, tokens: int) -> Iterator[Task]:
+        """Its next documents, as many as fit, and at least one."""
+        first = True
+        while self.waiting and (first or self.waiting[0].length <= tokens):
+            task = self.waiting.popleft()
+            tokens -= task.length
+            self.left -= task.length
+            first = False
+            yield task
+
+    def put(self, number: int, part: dict[str, npt.NDArray[Any]]) -> None:
+        for name, values in self._rows.items():
+            values[self._starts[number] : self._starts[number + 1]] = part[name]
+        self._missing -= 1
+        if not self._missing:
+            rows, self._rows = self._rows, {}  # whoever asked has them alone, and lets go of them
+            with suppress(InvalidStateError):
+                self.answer.set_result(rows)
+
+    def fail(self, error: Exception) -> None:
+        with suppress(InvalidStateError):
+            self.answer.set_exception(error)
+
 
 class Scorer:
     """Answers questions in the order they came, as many at once as fit `batch_tokens`. One that does not fit has so many of its
     documents scored and goes to the end of the queue: nobody waits for all of it."""
 
     def __init__(self, teacher: LanguageModel, batch_tokens: int, most_bytes: int = 2**30) -> None:
-        self.teacher = teacher
-        self.batch_tokens = batch_tokens
+        self.teacher, self.batch_tokens = teacher, batch_tokens
         self.most_bytes = most_bytes  # of an answer
-        self.counts: Counter[str] = Counter()  # documents, tokens, padding, passes, and documents a pass by bucket
+        self.counts: Counter[str] = Counter()  # documents, tokens, padding, passes, and documents per pass by bucket
         self.seconds = 0.0  # of forward passes
         self._waiting: deque[Job] = deque()
         self._wake = threading.Condition()
@@ -124,7 +118,7 @@ class Scorer:
 
     def drop(self, job: Job) -> None:
         """Nobody waits for it any more."""
-        job.abandoned = True
+        job.answer.cancel()
         with self._wake, suppress(ValueError):  # the one that is being scored is not among them
             self._waiting.remove(job)
 
@@ -148,14 +142,6 @@ class Scorer:
                     task.job.fail(error)
             del tasks  # else the questions would live until the next one comes
 
-    def _answer_all(self, taken: Sequence[Task]) -> None:
-        forms: dict[Format, list[Task]] = {}
-        for task in taken:
-            forms.setdefault(task.job.question.form, []).append(task)
-        for form, tasks in forms.items():
-            for batch in self._batches(tasks):
-                self._answer(form, [task for task in batch if not (task.job.over or self._closing)])
-
     def _taken(self) -> list[Task]:
         """Of what waits, as much as fits the budget; nothing: it is time to end."""
         with self._wake:
@@ -164,7 +150,7 @@ class Scorer:
                 tokens = 0
                 while self._waiting and (not tasks or tokens + self._waiting[0].left <= self.batch_tokens):
                     job = self._waiting.popleft()
-                    if job.over:
+                    if job.answer.done():
                         continue
                     tokens += job.left
                     tasks += job.take(self.batch_tokens)
@@ -176,57 +162,52 @@ class Scorer:
                 self._wake.wait()
             return []
 
-    def _batches(self, tasks: list[Task]) -> Iterator[list[Task]]:
-        """Of like lengths, each within the budget when padded to its longest."""
+    def _answer_all(self, tasks: Sequence[Task]) -> None:
+        for batch in self._batches(tasks):
+            wanted = [task for task in batch if not (task.job.answer.done() or self._closing)]
+            if wanted:
+                self._answer(wanted)
+
+    def _batches(self, tasks: Sequence[Task]) -> Iterator[list[Task]]:
+        """Of one format and of like lengths, each within the budget when padded to its longest."""
         batch: list[Task] = []
-        for task in sorted(tasks, key=lambda task: len(task.example.ids)):
-            longest = len(task.example.ids)
-            padded = (len(batch) + 1) * longest
-            held = sum(len(one.example.ids) for one in batch) + longest
+        for task in sorted(tasks, key=lambda task: (repr(task.job.question.form), task.length)):
+            padded, held = (len(batch) + 1) * task.length, sum(one.length for one in batch) + task.length
             # More than a quarter of padding is worth a pass of its own, where that is not a tiny one.
-            if batch and (padded > self.batch_tokens or (padded > 1.25 * held and held > self.batch_tokens // 8)):
+            wasteful = padded > 1.25 * held and held > self.batch_tokens // 8
+            other = bool(batch) and batch[0].job.question.form != task.job.question.form
+            if batch and (other or wasteful or padded > self.batch_tokens):
                 yield batch
                 batch = []
             batch.append(task)
-        if batch:
-            yield batch
+        yield batch
 
-    def _answer(self, form: Format, tasks: Sequence[Task]) -> None:
-        if not tasks:
-            return
+    def _answer(self, tasks: Sequence[Task]) -> None:
         examples = [task.example for task in tasks]
-        given = None
-        if form.kind == "given":
-            given = [task.job.question.given[task.number] for task in tasks if task.job.question.given is not None]
+        given = [task.job.question.given[task.number] for task in tasks if task.job.question.given is not None]
         begin = time.perf_counter()
         try:
-            found = signal_of_examples(self.teacher, form, examples, given)
+            found = signal_of_examples(self.teacher, tasks[0].job.question.form, examples, given or None)
         except Exception as error:  # of the model's code, which may raise anything: those who asked are told
-            if len({id(task.job) for task in tasks}) > 1:  # the others need not suffer from one of them
-                for task in tasks:
-                    self._answer(form, [task])
+            if len({task.job for task in tasks}) == 1:
+                tasks[0].job.fail(error)
                 return
-            tasks[0].job.fail(error)
+            for task in tasks:  # the others need not suffer from one of them
+                self._answer([task])
             return
-        self._count(examples, time.perf_counter() - begin)
+        self._count([task.length for task in tasks], time.perf_counter() - begin)
         at = 0
         for task in tasks:
             end = at + task.example.supervised_tokens
             task.job.put(task.number, {name: values[at:end] for name, values in found.items()})
             at = end
 
-    def _count(self, examples: Sequence[Example], seconds: float) -> None:
-        tokens = sum(len(example.ids) for example in examples)
-        self.counts["documents"] += len(examples)
-        self.counts["tokens"] += tokens
-        self.counts["padding"] += len(examples) * max(len(example.ids) for example in examples) - tokens
-        self.counts["passes"] += 1
-        self.counts[f"at most {next((b for b in BUCKETS if len(examples) <= b), '+Inf')}"] += 1
+    def _count(self, lengths: Sequence[int], seconds: float) -> None:
+        bucket = next((str(most) for most in BUCKETS if len(lengths) <= most), "+Inf")
+        padding = len(lengths) * max(lengths) - sum(lengths)
+        self.counts.update(documents=len(lengths), tokens=sum(lengths), padding=padding, passes=1)
+        self.counts[bucket] += 1
         self.seconds += seconds
-
-
-class TooLarge(Exception):
-    """A question or its answer is larger than the server takes."""
 
 
 def check_question(question: Question, teacher: LanguageModel, most_tokens: int | None, most_bytes: int) -> None:

@@ -1,41 +1,54 @@
-"""The one HTTP client. Requests to a server that may be away for a while: retried with back-off, stopped by what it refuses.
-Nothing that a server sends is believed: its answers are as large as asked for or less, uncompressed, and in time."""
+"""The only HTTP client: requests to a server that may be away for a while are retried with back-off, and stop at what it
+refuses. Nothing that a server sends is trusted: an answer is no larger than asked for, uncompressed, and in time."""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
+import queue
 import random
+import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, InvalidStateError, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partialmethod
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
+from weakref import WeakSet
 
 import httpcore
 from rich.console import Console
 
 from potstill.config import RemoteConfig
-from potstill.serving.deadline import Deadline, Sockets
 from potstill.types import PotstillError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 5.0  # after which a connection is not used again: a server may be closing it
+RATE = 128 * 2**10  # bytes per second: a transfer that is slower (1 Mbit/s) runs out of time
+SLICE = 64 * 2**10  # bytes that are sent at once
 WORDS = 500  # characters of what a server says
-SMALL = 4 * 2**20  # bytes of an answer whose size cannot be told from what was asked
+SMALL = 4 * 2**20  # bytes of an answer whose size cannot be told from the request
 ERROR_BYTES = 64 * 2**10  # of an error's body that are read
-UNSEEN = (httpcore.ConnectError, httpcore.ConnectTimeout)
+UNREACHED = (httpcore.ConnectError, httpcore.ConnectTimeout)
+NO_SUCH_PATH = (404, 405, 501)
+ENDED = "the run has ended"
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Refused(PotstillError):
-    """A server does not take a request: sending it again would not help."""
+    """A server rejects a request: sending it again would not help."""
 
 
 class Unreadable(Exception):
-    """An answer that is not to be read."""
+    """An answer that must not be read."""
 
 
 def tell(message: str) -> None:
@@ -47,45 +60,73 @@ class Answer:
     """What a server sent."""
 
     status: int
-    headers: Mapping[str, str]  # names in small letters
+    headers: Mapping[str, str]  # names in lower case
     content: bytes
 
+    @property
+    def good(self) -> bool:
+        return 200 <= self.status < 300
+
     def json(self) -> Any:
-        """ValueError: it is none."""
+        """ValueError: it is not JSON."""
         try:
             return json.loads(self.content)
         except RecursionError as error:
             raise ValueError("nested beyond all bounds") from error
+
+    def object(self) -> dict[str, Any]:
+        """ValueError: what it is instead of a JSON object."""
+        try:
+            found = self.json()
+        except ValueError as error:
+            raise ValueError(f"no JSON ({error})") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"no JSON object: {json.dumps(found)[:80]}")
+        return found
+
+    def words(self, plain: Callable[[str], str]) -> str:
+        """What it says about an error, whatever that is wrapped in. It is cut only after `plain` has taken the secrets out."""
+        try:
+            found = self.json()
+        except ValueError:
+            found = self.content.decode("utf-8", "replace")
+        for key in ("error", "message", "detail"):
+            if isinstance(found, dict) and key in found:
+                found = found[key]
+        text = plain(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))
+        return (text[:WORDS] + " …" if len(text) > WORDS else text) or "it gives no reason"
 
 
 class Connection:
     """To one server, for any number of threads. `say`: where the user is told that a run waits."""
 
     def __init__(self, address: str, config: RemoteConfig, where: str, say: Callable[[str], None] = tell) -> None:
-        self.address = address.rstrip("/")
-        self.where = where
-        self.failures = 0  # so often a request failed, and was sent again
-        self._timeout, self._patience = config.timeout, config.retry_timeout
-        self._start_timeout = min(config.start_timeout, config.retry_timeout)
-        self._say = say
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
-        self._away_since: float | None = None
-        self._seen = False  # any answer of it
-        self._variable = config.api_key_env
-        self._secret = None if config.api_key_env is None else _token(config.api_key_env, where)
+        self.address, self.where = address.rstrip("/").removesuffix("/v1"), where
+        self.failures = 0  # requests that failed and were sent again
+        self._config, self._say = config, say
+        self._in_recipe = where.startswith("teachers")  # a command has options instead of keys
+        self._token_key = f"{where}.remote.api_key_env" if self._in_recipe else "--token-env"
+        secret = token_from(config.api_key_env, self._token_key)
         self._base, user = _parts(self.address, where)
         host = urlsplit(self._base).netloc
         self.headers = {"host": host, "accept": "*/*", "accept-encoding": "identity", "user-agent": "potstill"}
+        sent = secret
         if user is not None:
-            pair = base64.b64encode(f"{user}:{self._secret or ''}".encode()).decode()
-            self.headers["authorization"] = f"Basic {pair}"
-        elif self._secret is not None:
-            self.headers["authorization"] = f"Bearer {self._secret}"
-        self._secrets = _spellings(self._secret, self.headers["authorization"]) if self._secret is not None else []
+            sent = base64.b64encode(f"{user}:{secret or ''}".encode()).decode()
+            self.headers["authorization"] = f"Basic {sent}"
+        elif secret is not None:
+            self.headers["authorization"] = f"Bearer {secret}"
+        # A server may repeat the token as it is, as JSON has it, or as the header does. The longest is masked first.
+        forms = {secret, json.dumps(secret)[1:-1], str(sent)} if secret is not None else set()
+        self._secrets = sorted(forms, key=len, reverse=True)
+        self._closing, self._lock = threading.Event(), threading.Lock()
+        self._away_since: float | None = None
+        self._seen = False  # any answer of it
+        self._threads = DaemonPool(config.concurrency, lambda: self.error(ENDED))
+        self.submit = self._threads.submit
         self._sockets = Sockets()
-        # As many connections as threads ask: nobody waits for one. httpcore itself knows no redirects, no compression, and no
-        # proxies of the environment's.
+        # As many connections as there are threads: none waits for another. httpcore itself follows no redirect, decompresses
+        # nothing and uses no proxy of the environment.
         self._pool = httpcore.ConnectionPool(
             max_connections=None,
             max_keepalive_connections=config.concurrency,
@@ -95,38 +136,35 @@ class Connection:
 
     @property
     def opened(self) -> int:
-        """So often a connection was made."""
+        """How often a connection was made."""
         return self._sockets.opened
 
-    def get(self, path: str, most: int = SMALL) -> Answer:
-        return self._sent("GET", path, None, most=most)
-
-    def find(self, path: str) -> Answer | None:
-        """None: the server has no such address."""
-        return self.send("GET", path, absent=(404, 405, 501))
-
-    def post(self, path: str, body: bytes | dict[str, Any], most: int = SMALL) -> Answer:
-        return self._sent("POST", path, body, most=most)
-
-    def _sent(self, method: str, path: str, body: bytes | dict[str, Any] | None, most: int) -> Answer:
-        found = self.send(method, path, body, most=most)
-        assert found is not None, "no code was said to mean that"
-        return found
+    def each(self, call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """Call it with each, as many at a time as `concurrency` says. After an error nobody waits for the others."""
+        futures = [self.submit(call, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                future.result()
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
 
     def send(
         self,
         method: str,
         path: str,
         body: bytes | dict[str, Any] | None = None,
-        absent: tuple[int, ...] = (),
-        refusals: tuple[int, ...] = (),
         most: int = SMALL,
-    ) -> Answer | None:
-        """The answer, of at most so many bytes; None for the codes `absent`. Sent again while the server is away or fails, as
-        long as the recipe is patient; not when it refuses, also by one of the codes `refusals`."""
+        *,
+        accepted: tuple[int, ...] = (),
+        refusals: tuple[int, ...] = (),
+    ) -> Answer:
+        """The answer, of at most so many bytes, if it is good or has one of the codes `accepted`. The request is sent again
+        while the server is away or fails, for as long as the recipe says; not if it is refused, by 3xx, 4xx or `refusals`."""
         begin, pause = time.monotonic(), FIRST_PAUSE
         while True:
-            retry_timeout, key = self._patience, "retry_timeout"
+            patience, key = self._config.retry_timeout, "retry_timeout"
             try:
                 answer = self._once(method, path, body, most)
             except (httpcore.LocalProtocolError, httpcore.UnsupportedProtocol) as error:
@@ -134,90 +172,84 @@ class Connection:
                 raise self.error(f"{method} {path} cannot be sent ({type(error).__name__})") from None
             except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
                 problem = self._reason(error)
-                if isinstance(error, UNSEEN) and not self._seen:
-                    retry_timeout, key = self._start_timeout, "start_timeout"
+                if isinstance(error, UNREACHED) and not self._seen:
+                    patience, key = min(self._config.start_timeout, patience), "start_timeout"
             except Unreadable as error:
                 raise self.error(f"its answer to {method} {path} {error}") from None
             else:
                 self._seen = True
-                if answer.status in absent:
-                    return None
-                if 200 <= answer.status < 300:
+                if answer.good:
                     self._back()
+                if answer.good or answer.status in accepted:
                     return answer
                 if answer.status < 500 or answer.status in refusals:
                     raise self._refused(method, path, answer)
-                problem = f"it fails ({answer.status}): {words_of(answer, self._plain)}"
-            if self._closing.is_set():
-                raise self.error("the run has ended")
+                problem = f"it fails ({answer.status}): {answer.words(self._plain)}"
             waited = time.monotonic() - begin
-            if waited + pause > retry_timeout:
+            if not self._closing.is_set() and waited + pause > patience:
                 unseen = "; is it running, and is this its address?" if key == "start_timeout" else ""
                 raise self.error(f"{problem}; given up after {waited:.0f} s{self._key(key)}{unseen}")
-            self._away(problem, retry_timeout)
+            self._away(problem, patience)
             if self._closing.wait(pause * random.uniform(0.75, 1.25)):
-                raise self.error("the run has ended")
+                raise self.error(ENDED)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    get = partialmethod(send, "GET")
+    post = partialmethod(send, "POST")
 
     def _once(self, method: str, path: str, body: bytes | dict[str, Any] | None, most: int) -> Answer:
         headers = dict(self.headers)
         if isinstance(body, dict):
             body = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
             headers["content-type"] = "application/json"
-        seconds = {"connect": min(CONNECT_SECONDS, self._timeout)}
-        deadline = Deadline(self._timeout, most + len(body or b""))
-        with (
-            self._sockets.within(deadline),
-            self._pool.stream(
-                method, self._base + path, headers=list(headers.items()), content=body, extensions={"timeout": seconds}
-            ) as response,
-        ):
+        self._sockets.request.deadline = Deadline(self._config.timeout, most + len(body or b""))
+        seconds = {"connect": min(CONNECT_SECONDS, self._config.timeout)}
+        with self._pool.stream(
+            method, self._base + path, headers=list(headers.items()), content=body, extensions={"timeout": seconds}
+        ) as response:
             return _read(response, most)
 
     def _refused(self, method: str, path: str, answer: Answer) -> Refused:
-        code, key = answer.status, _token_key(self.where)
-        what = f"{method} {path} is refused ({code}): {words_of(answer, self._plain)}"
+        code, variable = answer.status, self._config.api_key_env
+        what = f"{method} {path} is refused ({code}): {answer.words(self._plain)}"
         if code < 400:
             there = self._plain(answer.headers.get("location", "nowhere"))[:WORDS]
             what = f"{method} {path} is sent elsewhere ({code}), to {there}: give the address of the server itself"
-        elif code == 401 and self._variable is None:
-            what += f"; no token was sent: name the environment variable that holds it with {key}"
+        elif code == 401 and variable is None:
+            what += f"; no token was sent: name the environment variable that holds it with {self._token_key}"
         elif code == 401:
-            what += f"; the token in the environment variable {self._variable} ({key}) is not the server's"
+            what += f"; the token in the environment variable {variable} ({self._token_key}) is not the server's"
         return Refused(str(self.error(what)))
 
     def _reason(self, error: Exception) -> str:
-        if isinstance(error, httpcore.TimeoutException) and not isinstance(error, httpcore.ConnectTimeout):
-            return f"it does not answer in time{self._key('timeout')}"
-        if isinstance(error, UNSEEN):
+        if isinstance(error, UNREACHED):
             return f"it cannot be reached ({str(error) or 'connecting takes too long'})"
+        if isinstance(error, httpcore.TimeoutException):
+            return f"it does not answer in time{self._key('timeout')}"
         return f"the connection broke ({str(error) or type(error).__name__})"
 
     def _key(self, name: str) -> str:
-        """The recipe's key for a number; a command has none."""
-        return f" ({self.where}.remote.{name})" if self.where.startswith("teachers") else ""
+        return f" ({self.where}.remote.{name})" if self._in_recipe else ""
 
     def error(self, what: str) -> PotstillError:
         return PotstillError(self._plain(f"{self.where}: the server at {self.address}: {what}"))
 
     def _plain(self, text: str) -> str:
-        """For a terminal: much of it is in a server's words, which may hold control characters, or the token that it got."""
+        """For a terminal: a server's words may hold control characters, or the token that it got."""
         text = plain(text)
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
 
-    def _away(self, problem: str, retry_timeout: float) -> None:
+    def _away(self, problem: str, patience: float) -> None:
         with self._lock:
             self.failures += 1
-            if self._away_since is not None:
+            if self._away_since is not None or self._closing.is_set():
                 return
             self._away_since = time.monotonic()
-        self._say(self._plain(f"waiting for the server at {self.address}: {problem} (for up to {retry_timeout:g} s)"))
+        self._say(self._plain(f"waiting for the server at {self.address}: {problem} (for up to {patience:g} s)"))
 
     def _back(self) -> None:
-        if self._away_since is None:
-            return
         with self._lock:
             since, self._away_since = self._away_since, None
         if since is not None:
@@ -227,34 +259,34 @@ class Connection:
         """Whoever waits for the server stops waiting, also in the middle of a request."""
         self._closing.set()
         self._sockets.wake()
+        self._threads.close()
         self._pool.close()
 
 
 def _read(response: httpcore.Response, most: int) -> Answer:
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers}
+    answer = Answer(response.status, headers, b"")
     encoding = headers.get("content-encoding", "identity")
-    good = 200 <= response.status < 300
     if encoding.strip().lower() != "identity":
-        if not good:  # a proxy's words, perhaps: the status says enough
-            return Answer(response.status, headers, b"")
+        if not answer.good:  # a proxy's words, perhaps: the status says enough
+            return answer
         raise Unreadable(f"is compressed ({encoding[:40]}), which it was asked not to do")
     length = headers.get("content-length", "0")
-    if good and length.isdecimal() and int(length[:20]) > most:
+    if answer.good and length.isdecimal() and int(length[:20]) > most:
         raise Unreadable(f"would be {int(length[:20]):,} bytes, and what was asked for has {most:,} at most")
-    parts, size = [], 0
+    content = bytearray()
     for part in response.iter_stream():
-        parts.append(part)
-        size += len(part)
-        if good and size > most:
+        content += part
+        if answer.good and len(content) > most:
             raise Unreadable(f"does not end: what was asked for has {most:,} bytes at most")
-        if not good and size > ERROR_BYTES:
+        if not answer.good and len(content) > ERROR_BYTES:
             break
-    return Answer(response.status, headers, b"".join(parts))
+    return Answer(response.status, headers, bytes(content))
 
 
 def _parts(address: str, where: str) -> tuple[str, str | None]:
-    """The address as requests need it, and the user that it names. One that is refused is not shown, nor what urllib says of
-    it: what it was meant to be is not known, and there may be a password in it."""
+    """The address as requests need it, and the user that it names. A wrong one is not shown, nor what urllib says of it: there
+    may be a password in it."""
     try:
         if not address.startswith(("http://", "https://")):
             raise ValueError
@@ -264,57 +296,173 @@ def _parts(address: str, where: str) -> tuple[str, str | None]:
             raise ValueError
     except ValueError:
         raise PotstillError(
-            f"{where}.server: what stands there is no address of a server: write http://HOST:PORT (or https://), with "
-            "at most "
-            "a user before and a path after it"
+            f"{where}.server: what stands there is no address of a server: write http://HOST:PORT (or https://), with at "
+            "most a user before and a path after it"
         ) from None
     place = (f"[{host}]" if ":" in host else host) + ("" if port is None else f":{port}")
     return f"{parts.scheme}://{place}{parts.path}", None if user is None else unquote(user)
 
 
 def plain(text: str) -> str:
-    """On one line, without characters that would move a terminal's cursor, or hide what stands there."""
+    """On one line, without characters that would move a terminal's cursor or hide what stands there."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
-def sound_token(token: str) -> bool:
-    """Whether it can stand in a header."""
-    return bool(token) and all("!" <= character <= "~" for character in token)
-
-
-def _token_key(where: str) -> str:
-    """What names the variable: a recipe's key, or the option of a command without one."""
-    return f"{where}.remote.api_key_env" if where.startswith("teachers") else "--token-env"
-
-
-def _token(variable: str, where: str) -> str:
+def token_from(variable: str | None, key: str) -> str | None:
+    """The bearer token that an environment variable holds; `key`: what names the variable. It is never shown."""
+    if variable is None:
+        return None
     token = os.environ.get(variable, "").strip()
     if not token:
+        raise PotstillError(f"{key} {variable}: there is no such environment variable, or it is empty")
+    if not all("!" <= character <= "~" for character in token):
         raise PotstillError(
-            f"{_token_key(where)}: there is no environment variable {variable}, which is to hold the server's token"
-        )
-    if not sound_token(token):
-        raise PotstillError(
-            f"{_token_key(where)}: the environment variable {variable} holds spaces, or characters that are not ASCII, "
-            "within "
-            "the token: set it to the token alone"
+            f"{key} {variable}: it holds spaces, or characters that are not ASCII, within the token, and no client could "
+            "send it: set it to the token alone"
         )
     return token
 
 
-def _spellings(secret: str, header: str) -> list[str]:
-    """How a server may give back a token: as in JSON, or as the header has it, also in base64. The longest first."""
-    return sorted({secret, json.dumps(secret)[1:-1], header.partition(" ")[2]}, key=len, reverse=True)
+class DaemonPool:
+    """A thread pool that nobody has to wait for: its threads do not keep the process from ending, and closing it settles what
+    is under way. A server that hangs hangs nobody."""
+
+    def __init__(self, threads: int, ended: Callable[[], PotstillError]) -> None:
+        self._most, self._ended = threads, ended
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
+        self._calls = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._futures: WeakSet[Future[Any]] = WeakSet()
+        self._threads, self._closed = 0, False
+
+    def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        future: Future[Result] = Future()
+        with self._lock:
+            if self._closed:
+                raise self._ended()
+            self._futures.add(future)
+            if self._threads < min(self._most, len(self._futures)):
+                self._threads += 1
+                threading.Thread(target=self._work, name="request", daemon=True).start()
+        self._calls.put((future, call, arguments))
+        return future
+
+    def _work(self) -> None:
+        while (taken := self._calls.get()) is not None:
+            self._run(*taken)
+            del taken  # else its result would live until the next call comes
+
+    def _run(self, future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        with suppress(InvalidStateError):  # canceled, or settled by `close`
+            if not future.done():
+                try:
+                    result = call(*arguments)
+                except BaseException as error:  # for whoever waits
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            futures = list(self._futures)
+        for future in futures:
+            with suppress(InvalidStateError):  # it is done
+                future.set_exception(self._ended())
+        for _ in range(self._threads):
+            self._calls.put(None)
 
 
-def words_of(answer: Answer, plain: Callable[[str], str]) -> str:
-    """What a server says about an error, whatever it wraps it in; cut only when there is no secret left to be cut in two."""
-    try:
-        found = answer.json()
-    except ValueError:
-        found = answer.content.decode("utf-8", "replace")
-    for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-    text = plain(found if isinstance(found, str) else json.dumps(found, ensure_ascii=False))
-    return (text[:WORDS] + " …" if len(text) > WORDS else text) or "it gives no reason"
+class Deadline:
+    """Of one request: so many seconds, and as many more as its bytes take at RATE, up to `most` of them; and so many seconds
+    between one byte and the next. httpcore's timeouts are for each read and write: a byte now and then would hold a request
+    for ever."""
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self._seconds, self._end, self._most = seconds, time.monotonic() + seconds, most
+        self.moved = 0  # bytes, both ways
+
+    @property
+    def left(self) -> float:
+        return min(self._seconds, self._end + min(self.moved, self._most) / RATE - time.monotonic())
+
+
+class Sockets(httpcore.NetworkBackend):
+    """Makes the connections of a pool."""
+
+    def __init__(self) -> None:
+        self.opened = 0  # how often a connection was made
+        self.request = threading.local()  # under way on a thread: its `deadline`
+        self._lock = threading.Lock()
+        self._open: WeakSet[socket.socket] = WeakSet()
+        self._ended = False
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        left = max(self.request.deadline.left, 1e-3)
+        seconds = left if timeout is None else min(timeout, left)
+        made = httpcore.SyncBackend().connect_tcp(host, port, seconds, local_address, socket_options)
+        with self._lock:
+            self.opened += 1
+        return TimedStream(made, self)
+
+    def keep(self, made: socket.socket) -> None:
+        with self._lock:
+            self._open.add(made)
+        if self._ended:  # it was connected while `wake` was at work
+            self.wake()
+
+    def wake(self) -> None:
+        """End all reads and writes. Closing a socket does not end a read of it on another thread; shutting it down does."""
+        self._ended = True
+        with self._lock:
+            sockets = list(self._open)
+        for one in sockets:
+            with suppress(OSError):  # closed already
+                socket.socket.shutdown(one, socket.SHUT_RDWR)
+
+
+class TimedStream(httpcore.NetworkStream):
+    """A connection whose reads and writes end by the deadline of the request that they belong to."""
+
+    def __init__(self, stream: httpcore.NetworkStream, sockets: Sockets) -> None:
+        self._stream, self._sockets = stream, sockets
+        self._socket: socket.socket = stream.get_extra_info("socket")
+        sockets.keep(self._socket)
+        self.close, self.get_extra_info = stream.close, stream.get_extra_info  # type: ignore[method-assign]
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        deadline: Deadline = self._sockets.request.deadline
+        if (left := deadline.left) <= 0:
+            raise httpcore.ReadTimeout
+        found = self._stream.read(max_bytes, left)
+        deadline.moved += len(found)
+        return found
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        deadline, rest = self._sockets.request.deadline, memoryview(buffer)
+        while rest:
+            if (left := deadline.left) <= 0:
+                raise httpcore.WriteTimeout
+            try:
+                self._socket.settimeout(left)
+                sent = self._socket.send(rest[:SLICE])
+            except TimeoutError as error:
+                raise httpcore.WriteTimeout from error
+            except OSError as error:
+                raise httpcore.WriteError(str(error)) from error
+            deadline.moved += sent
+            rest = rest[sent:]
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        left = max(self._sockets.request.deadline.left, 1e-3)
+        # TLS makes another socket of the first.
+        return TimedStream(self._stream.start_tls(ssl_context, server_hostname, left), self._sockets)

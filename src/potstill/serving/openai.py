@@ -1,8 +1,8 @@
 """A teacher behind an OpenAI-compatible server that gives log-probabilities of the prompt.
 
 vLLM has `prompt_logprobs` for that; others answer `echo` with `logprobs`, and some shift them by one or leave them out. So
-a server is probed before it is believed, and again after it was away: what it says about a text as a prompt must be what it
-says when it goes on from the beginnings of that text.
+a server is probed before it is trusted, and again after it was away: what it says about a text as a prompt must be what it
+says when it continues the beginnings of that text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,24 +22,34 @@ from potstill.cache.origin import CLOSE, Identity, format_for
 from potstill.cache.reading import template_fingerprint, tokenizer_fingerprint
 from potstill.config import StoreConfig, TeacherConfig
 from potstill.models import load_tokenizer
-from potstill.serving.http import SMALL, Connection, Refused
-from potstill.serving.likeliest import COMPARED, LEAST_REST, Row, distance, ids_of_text, top_k_signal
+from potstill.serving.client import Given
+from potstill.serving.http import NO_SUCH_PATH, SMALL, Connection, Refused
 from potstill.serving.protocol import check_signal
 from potstill.types import DenseTarget, Example, PotstillError
 
 PROBE = (
     "The committee met on 14 March 1851; its report, long and careful, was read aloud, and then (as usual) put away."
 )
-PREFIXES = 4  # beginnings of the probe's text to go on from
+PREFIXES = 4  # beginnings of the probe's text that are continued
+COMPARED = 5  # likeliest tokens of each place that are compared
 UNSEEN_SECONDS = 30.0  # in which no server ends and begins again
 # A model's generation_config may set any of these, and --logprobs-mode processed_logprobs tells what they leave
 NO_DEFAULTS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 ENTRY = 512  # bytes at most, of one token and its log-probability in an answer
-ABSENT = (400, 404, 405, 422, 501)
+LEAST_REST = 1e-10  # of the mass: what float32 log-probabilities of the others leave is no better known
+BY_ID = "token_id:"  # before an id, where tokens are named by it
 
 
 class Ignored(PotstillError):
     """The server does not give what was asked for, and does not say so."""
+
+
+class Row(NamedTuple):
+    """What a server says about one token of a prompt: its log-probability, and those of the likeliest, by the names that the
+    server has for them: an id, with BY_ID before it or not, or the token's text."""
+
+    own: float
+    likeliest: Mapping[str, float]
 
 
 class OpenAIServer:
@@ -50,84 +61,63 @@ class OpenAIServer:
     def __init__(self, connection: Connection, config: TeacherConfig) -> None:
         self.connection = connection
         self._name, about = self._model(config.served_model_name)
-        where = f"{connection.where}.tokenizer"
-        self.tokenizer = self._tokenizer(config, about, where)
+        self.tokenizer = self._tokenizer(config, about)
         self.vocabulary = len(self.tokenizer)
-        longest = about.get("max_model_len")
-        self.positions = (
-            longest - 1 if type(longest) is int and longest > 1 else None
-        )  # one token is always written too
-        self.identity = Identity(
-            self._name,
-            None,
-            f"served {self._name}",
-            "unknown",
-            tokenizer_fingerprint(self.tokenizer),
-            template_fingerprint(self.tokenizer),
-        )
-        self._ids_of_text: dict[str, int] | None = None
-        self._lock = threading.Lock()
+        longest = about.get("max_model_len")  # of which one is always written
+        self.positions = longest - 1 if type(longest) is int and longest > 1 else None
+        prints = tokenizer_fingerprint(self.tokenizer), template_fingerprint(self.tokenizer)
+        self.identity = Identity(self._name, None, f"served {self._name}", "unknown", *prints)
         self._check_tokenizer()
         store = config.store if config.cache is not None else config.remote
-        self._echo = False
-        self._beyond = 0  # of the likeliest ids, so many may be none of the tokenizer's
+        self._echo = False  # it is asked by `echo`
+        self._beyond = 0  # so many of the likeliest ids may not be the tokenizer's
         self._k = store.k if store.kind == "top_k" else 1
-        self._probe_ids = list(self.tokenizer(PROBE).input_ids)[: self.positions]
         self._first = self._probed()
-        self.probe: Sequence[float] | None = [round(row.chosen, 4) for row in self._first]
-        self._trusted = (connection.failures, connection.opened)
-        self._trusted_at = time.monotonic()
+        self.probe: Sequence[float] | None = [round(row.own, 4) for row in self._first]
+        self._lock = threading.Lock()
+        self._trust(connection.failures)
 
     # What it is
 
     def _model(self, wanted: str | None) -> tuple[str, dict[str, Any]]:
-        found = self.connection.find("/v1/models")
+        found = self.connection.get("/v1/models", accepted=NO_SUCH_PATH)
+        none = "it is neither `potstill serve` nor an OpenAI-compatible server"
         try:
-            models = {str(one["id"]): one for one in found.json()["data"]} if found is not None else {}
+            models = {str(one["id"]): one for one in found.json()["data"]} if found.good else {}
         except (ValueError, KeyError, TypeError) as error:
+            raise self.connection.error(f"{none} (/v1/models: {error!r})") from error
+        if wanted is None and not models:
+            raise self.connection.error(f"{none}: it has no /version and no /v1/models")
+        name = next(iter(models)) if wanted is None and len(models) == 1 else wanted
+        if name is None or (models and name not in models):
             raise self.connection.error(
-                f"it is neither `potstill serve` nor an OpenAI-compatible server (/v1/models: {error!r})"
-            ) from error
-        if wanted is None and len(models) == 1:
-            return next(iter(models.items()))
-        if wanted is None or (models and wanted not in models):
-            there = ", ".join(models) or "none"
-            raise self.connection.error(
-                f"name the model with {self.connection.where}.served_model_name: {wanted or 'none is named'}, and it "
-                f"has {there}"
-                if models
-                else "it is neither `potstill serve` nor an OpenAI-compatible server: it has no /version and no /v1/models"
+                f"name the model with {self.connection.where}.served_model_name: {wanted or 'none is named'}, and it has "
+                f"{', '.join(models)}"
             )
-        return wanted, models.get(wanted, {})
+        return name, models.get(name, {})
 
-    def _tokenizer(self, config: TeacherConfig, about: Mapping[str, Any], where: str) -> Any:
+    def _tokenizer(self, config: TeacherConfig, about: Mapping[str, Any]) -> Any:
         names = [config.tokenizer] if config.tokenizer else [about.get("root"), self._name]
         # Whoever runs the server chooses the other names, and must not choose whose code runs here.
-        trusted = {config.tokenizer, config.served_model_name} if config.trust_remote_code else set()
+        ours, where = {config.tokenizer, config.served_model_name}, f"{self.connection.where}.tokenizer"
         problem: Exception | None = None
         for name in dict.fromkeys(name for name in names if isinstance(name, str)):
             try:
-                return load_tokenizer(name, where, None, name in trusted)
-            except PotstillError as error:
-                problem = error
-            except Exception as error:  # of a name that the server gave: libraries raise anything over it
-                if name in (config.tokenizer, config.served_model_name):
+                return load_tokenizer(name, where, None, config.trust_remote_code and name in ours)
+            except Exception as error:  # libraries raise anything over a name that the server gave
+                if name in ours and not isinstance(error, PotstillError):
                     raise
                 problem = error
-        raise self.connection.error(
-            f"it does not hand its tokenizer out: name it with {where} ({problem}); code from the hub is run only for a name "
-            "that the recipe gives"
-            if config.trust_remote_code
-            else f"it does not hand its tokenizer out: name it with {where} ({problem})"
-        )
+        code = "; code from the hub is run only for a name that the recipe gives" if config.trust_remote_code else ""
+        raise self.connection.error(f"it does not hand its tokenizer out: name it with {where} ({problem}){code}")
 
     def _check_tokenizer(self) -> None:
         """Compare with the server's, where it can be asked."""
         body = {"model": self._name, "prompt": PROBE, "add_special_tokens": True}
-        found = self.connection.send("POST", "/tokenize", body, absent=ABSENT)
+        found = self.connection.post("/tokenize", body, accepted=(400, 422, *NO_SUCH_PATH))
         try:
-            theirs = None if found is None else found.json().get("tokens")
-        except (ValueError, AttributeError):
+            theirs = found.object().get("tokens") if found.good else None
+        except ValueError:
             theirs = None
         ours = list(self.tokenizer(PROBE).input_ids)
         if isinstance(theirs, list) and theirs and isinstance(theirs[0], int) and theirs != ours:
@@ -140,7 +130,7 @@ class OpenAIServer:
         if store.kind not in ("top_k", "token_logprobs") or store.tail_samples:
             what = "draws from the rest" if store.kind == "top_k" else f"kind {store.kind}"
             raise self.connection.error(
-                f"only `potstill serve` gives {what}: choose top_k or token_logprobs, without rest"
+                f"only `potstill serve` gives {what}: choose top_k or token_logprobs, without tail_samples"
             )
         if set(store.temperatures) != {1.0}:
             raise self.connection.error(
@@ -154,9 +144,7 @@ class OpenAIServer:
 
     # What it says
 
-    def score(
-        self, form: Format, examples: Sequence[Example], given: Sequence[npt.NDArray[np.int32]] | None = None
-    ) -> Signal:
+    def score(self, form: Format, examples: Sequence[Example], given: Given | None = None) -> Signal:
         assert given is None
         parts = [self._document(form, example) for example in examples]
         if self._doubtful():
@@ -165,8 +153,11 @@ class OpenAIServer:
 
     def _document(self, form: Format, example: Example) -> Signal:
         ids, places = example.ids.tolist(), np.flatnonzero(example.supervised).tolist()
+        signal: Signal | None = None
         with self.understood():
-            signal = self._chosen(ids, places) if form.kind == "token_logprobs" else None
+            if form.kind == "token_logprobs":
+                own = [row.own for row in self._rows(ids, 1, places)]
+                signal = {"token_logprobs": np.array(own, dtype=np.float32)}
             while signal is None:
                 signal = self._top_k(form, ids, places)
         try:
@@ -185,15 +176,11 @@ class OpenAIServer:
                 f"its answer is not understood ({error!r}); no step was taken with it"
             ) from error
 
-    def _chosen(self, ids: list[int], places: Sequence[int]) -> Signal:
-        rows = self._prompt_rows(ids, 1)
-        return {"token_logprobs": np.array([rows[i - 1].chosen for i in places], dtype=np.float32)}
-
     def _top_k(self, form: Format, ids: list[int], places: Sequence[int]) -> Signal | None:
         """None: too many of them were ids that the tokenizer does not have, and more are asked for from now on."""
         asked = form.k + self._beyond
         try:
-            chosen, found = self._likeliest(ids, places, asked)
+            rows = self._rows(ids, asked, places)
         except Refused as error:
             if not self._beyond:
                 raise
@@ -201,9 +188,11 @@ class OpenAIServer:
                 f"{error}; its model has rows for ids that its tokenizer does not have, and {self._beyond} of them are among "
                 f"the likeliest: let the server give {asked}, or set a smaller k"
             ) from error
-        kept, logprobs = np.zeros((len(places), form.k), dtype=np.int32), np.zeros((len(places), form.k))
-        outside = np.zeros(len(places))  # mass of ids that are none
-        for i, (some, values) in enumerate(found):
+        kept, logprobs = np.zeros((len(rows), form.k), dtype=np.int32), np.zeros((len(rows), form.k))
+        outside = np.zeros(len(rows))  # mass of ids that the tokenizer does not have
+        for i, row in enumerate(rows):
+            some = np.array([*map(self._id if self._echo else int, row.likeliest)])
+            values = np.array([*row.likeliest.values()], dtype=np.float64)
             best = np.lexsort((some, -values))[:asked]
             if len(best) < asked:
                 raise self.connection.error(
@@ -211,98 +200,70 @@ class OpenAIServer:
                     "server give more (vLLM: --max-logprobs)"
                 )
             some, values = some[best], values[best]
-            own = some < form.vocabulary
-            if own.sum() < form.k:
-                self._beyond = max(self._beyond, asked - int(own.sum()))
+            known = some < form.vocabulary
+            if known.sum() < form.k:
+                self._beyond = max(self._beyond, asked - int(known.sum()))
                 return None
-            outside[i] = np.exp(values[~own]).sum()
-            kept[i], logprobs[i] = some[own][: form.k], values[own][: form.k]
+            outside[i] = np.exp(values[~known]).sum()
+            kept[i], logprobs[i] = some[known][: form.k], values[known][: form.k]
         share = np.log(np.maximum(1 - outside, LEAST_REST))
-        return top_k_signal(form, kept, logprobs - share[:, None], chosen - share)
+        return top_k_signal(form, kept, logprobs - share[:, None], np.array([row.own for row in rows]) - share)
 
-    def _likeliest(
-        self, ids: list[int], places: Sequence[int], k: int
-    ) -> tuple[npt.NDArray[np.float64], list[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]]:
-        """How likely the tokens at some places are; ids that are likeliest there, and how likely those are."""
+    def _rows(self, ids: list[int], k: int, places: Sequence[int]) -> list[Row]:
+        """What it says about the tokens at some places of a prompt, with the k likeliest there."""
         if self._echo:
-            rows = self._prompt_rows(ids, k)
-            found = [self._by_id(rows[i - 1].entries) for i in places]
-            chosen = [rows[i - 1].chosen for i in places]
-            return np.array(chosen, dtype=np.float64), [(np.array([*x]), np.array([*x.values()])) for x in found]
-        # Without a Row for each: other threads wait for the interpreter meanwhile.
-        listed = self._prompt_logprobs(ids, k)
-        arrays, own = [], []
+            choice = self.completion(ids, {"echo": True, "logprobs": k})
+            return self._echoed(choice.get("logprobs"), ids, places)
+        listed, rows = self.completion(ids, {"prompt_logprobs": k}).get("prompt_logprobs"), []
+        if not isinstance(listed, list) or len(listed) != len(ids):
+            raise self._ignores(f"its prompt_logprobs are {_shape(listed)} where {len(ids)} tokens were sent")
         for i in places:
             try:
-                own.append(listed[i][str(ids[i])]["logprob"])
-                values = [entry["logprob"] for entry in listed[i].values()]
-                arrays.append((np.array([*map(int, listed[i])]), np.array(values, dtype=np.float64)))
+                own = float(listed[i][str(ids[i])]["logprob"])
+                rows.append(Row(own, {name: entry["logprob"] for name, entry in listed[i].items()}))
             except (TypeError, ValueError, KeyError, AttributeError) as error:
-                raise self._no_entry(i, ids[i], error) from error
-        return np.array(own, dtype=np.float64), arrays
-
-    def _prompt_rows(self, ids: list[int], k: int) -> list[Row]:
-        """One for each token but the first."""
-        if self._echo:
-            choice = self.go_on(ids, {"echo": True, "logprobs": k})
-            return self._echo_rows(choice, ids)
-        found, rows = self._prompt_logprobs(ids, k), []
-        for i in range(1, len(ids)):
-            try:
-                entries = {f"token_id:{key}": float(entry["logprob"]) for key, entry in found[i].items()}
-                rows.append(Row(entries[f"token_id:{ids[i]}"], entries))
-            except (TypeError, ValueError, KeyError, AttributeError) as error:
-                raise self._no_entry(i, ids[i], error) from error
+                raise self.connection.error(
+                    f"its prompt_logprobs have no entry for the token that was sent at place {i} (id {ids[i]}): {error!r}"
+                ) from error
         return rows
 
-    def _prompt_logprobs(self, ids: list[int], k: int) -> list[Any]:
-        """As vLLM gives them."""
-        found = self.go_on(ids, {"prompt_logprobs": k}).get("prompt_logprobs")
-        if not isinstance(found, list) or len(found) != len(ids):
-            raise self._ignores(f"its prompt_logprobs are {_shape(found)} where {len(ids)} tokens were sent")
-        return found
-
-    def _no_entry(self, place: int, token: int, error: Exception) -> PotstillError:
-        return self.connection.error(
-            f"its prompt_logprobs have no entry for the token that was sent at place {place} (id {token}): {error!r}"
-        )
-
-    def _echo_rows(self, choice: Mapping[str, Any], ids: list[int]) -> list[Row]:
-        found = choice.get("logprobs")
+    def _echoed(self, found: Any, ids: list[int], places: Sequence[int]) -> list[Row]:
         parts = found if isinstance(found, dict) else {}
         own, top, tokens = (parts.get(name) for name in ("token_logprobs", "top_logprobs", "tokens"))
         if not isinstance(own, list) or len(own) < len(ids):
             raise self._ignores(f"its token_logprobs are {_shape(own)} where {len(ids)} tokens were sent")
         told = tokens[: len(ids)] if isinstance(tokens, list) else []
-        if any(str(a).startswith("token_id:") and a != f"token_id:{b}" for a, b in zip(told, ids, strict=False)):
+        if any(str(a).startswith(BY_ID) and a != f"{BY_ID}{b}" for a, b in zip(told, ids, strict=False)):
             raise self.connection.error("it echoes other tokens than were sent: it has another tokenizer")
         rows = []
-        for i in range(1, len(ids)):
+        for i in places:
             entries = top[i] if isinstance(top, list) and len(top) > i else None
             if not isinstance(own[i], int | float) or not isinstance(entries, dict):
                 raise self._ignores(f"it has {own[i]!r} and {_shape(entries)} entries for token {i}")
-            rows.append(Row(float(own[i]), {str(token): float(value) for token, value in entries.items()}))
+            rows.append(Row(float(own[i]), entries))
         return rows
 
-    def _by_id(self, entries: Mapping[str, float]) -> dict[int, float]:
-        found = {self._id(token): value for token, value in entries.items()}
-        unknown = [token for token in entries if self._id(token) is None]
-        if unknown or len(found) != len(entries):
+    def _id(self, name: str) -> int:
+        if name.startswith(BY_ID) and name[len(BY_ID) :].isdigit():
+            return int(name[len(BY_ID) :])
+        if name not in self._ids_of_text:
             raise self.connection.error(
-                f"it names tokens by their text, and {unknown[:1]} is not the text of one id alone: only remote.kind: "
-                "token_logprobs "
-                "can be had from it"
+                f"it names tokens by their text, and {[name]} is not the text of one id alone: only remote.kind: "
+                "token_logprobs can be had from it"
             )
-        return {i: value for i, value in found.items() if i is not None}
+        return self._ids_of_text[name]
 
-    def _id(self, text: str) -> int | None:
-        if text.startswith("token_id:") and text[9:].isdigit():
-            return int(text[9:])
-        if self._ids_of_text is None:
-            self._ids_of_text = ids_of_text(self.tokenizer)
-        return self._ids_of_text.get(text)
+    @cached_property
+    def _ids_of_text(self) -> dict[str, int]:
+        """Tokens by what they say, where no other says the same."""
+        found: dict[str, list[int]] = {}
+        for i in range(len(self.tokenizer)):
+            text = self.tokenizer.decode([i], clean_up_tokenization_spaces=False)
+            for name in {text, self.tokenizer.convert_ids_to_tokens(i)}:
+                found.setdefault(name, []).append(i)
+        return {name: ids[0] for name, ids in found.items() if len(ids) == 1}
 
-    def go_on(self, ids: list[int], keys: Mapping[str, Any]) -> dict[str, Any]:
+    def completion(self, ids: list[int], keys: Mapping[str, Any]) -> dict[str, Any]:
         """Its choice of what follows these ids; one token, unless `keys` say otherwise."""
         body: dict[str, Any] = {"model": self._name, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "seed": 0}
         body |= {"top_p": 1.0, "return_tokens_as_token_ids": True, **({} if self._echo else NO_DEFAULTS), **keys}
@@ -320,78 +281,107 @@ class OpenAIServer:
         )
         return Ignored(str(self.connection.error(words)))
 
-    # Whether it can be believed
+    # Whether it can be trusted
 
     def _probed(self) -> list[Row]:
-        """The probe's rows, when they are what the server says of the beginnings of the text; else an error."""
-        ids = self._probe_ids
+        """The probe's rows, if they are what the server says when it continues the beginnings of the text; else an error."""
+        ids = list(self.tokenizer(PROBE).input_ids)[: self.positions]
         places = [len(ids) * (i + 1) // (PREFIXES + 1) for i in range(PREFIXES)]
         with self.understood():
             rows = self._first_rows(ids)
-            expected = {place: self._going_on(ids[:place]) for place in places}
-        if distance(rows, expected, 0) <= CLOSE:
+            expected = {place: self._next_token(ids[:place]) for place in places}
+            apart = {shift: distance(rows, expected, shift) for shift in (0, -1, 1)}
+        if apart[0] <= CLOSE:
             return rows
         for shift, words in ((-1, "the one after it"), (1, "the one before it")):
-            if distance(rows, expected, shift) <= CLOSE:
+            if apart[shift] <= CLOSE:
                 raise self.connection.error(
                     "its log-probabilities of a prompt are shifted by one: what it gives for a token is that of "
                     f"{words}. It cannot be a teacher"
                 )
         raise self.connection.error(
-            "its log-probabilities of a prompt are not what it gives when it goes on from the beginnings of that "
-            "prompt (they "
-            f"differ by {distance(rows, expected, 0):.2f} nats on average). It cannot be a teacher"
+            "its log-probabilities of a prompt are not what it gives when it goes on from the beginnings of that prompt (they "
+            f"differ by {apart[0]:.2f} nats on average). It cannot be a teacher"
         )
 
     def _first_rows(self, ids: list[int]) -> list[Row]:
-        """By `prompt_logprobs`, or else by `echo`."""
-        k = max(self._k, COMPARED)
-        if self._echo:
-            return self._prompt_rows(ids, k)
+        """By `prompt_logprobs`, or else by `echo`; one for each token but the first."""
+        k, places = max(self._k, COMPARED), range(1, len(ids))
         try:
-            return self._prompt_rows(ids, k)
+            return self._rows(ids, k, places)
         except (Refused, Ignored) as first:
+            if self._echo:
+                raise
             self._echo = True
             try:
-                return self._prompt_rows(ids, k)
+                return self._rows(ids, k, places)
             except (Refused, Ignored) as second:
                 # Whoever knows prompt_logprobs and refuses them says why.
                 raise first if isinstance(first, Refused) else second from None
 
-    def _going_on(self, ids: list[int]) -> dict[str, float]:
+    def _next_token(self, ids: list[int]) -> dict[str, float]:
         """The likeliest next tokens, as the server names them when it writes."""
-        found = self.go_on(ids, {"logprobs": COMPARED}).get("logprobs")
+        found = self.completion(ids, {"logprobs": COMPARED}).get("logprobs")
         top = found.get("top_logprobs") if isinstance(found, dict) else None
         if not isinstance(top, list) or not top or not isinstance(top[0], dict):
             raise self.connection.error(
                 "it gives no log-probabilities of what it writes (logprobs), so that those of a prompt cannot be checked"
             )
         # The token that was drawn is there too, also where it is not among the likeliest.
-        likeliest = sorted(((str(token), float(value)) for token, value in top[0].items()), key=lambda entry: -entry[1])
-        return dict(likeliest[:COMPARED])
+        return dict(sorted(top[0].items(), key=lambda entry: -entry[1])[:COMPARED])
+
+    def _trust(self, failures: int) -> None:
+        self._trusted = (failures, self.connection.opened, time.monotonic())
 
     def _doubtful(self) -> bool:
         """It failed; or it was connected to anew after a while, in which it may have been started again unseen."""
-        failures, opened = self._trusted
-        late = time.monotonic() - self._trusted_at > UNSEEN_SECONDS
+        failures, opened, since = self._trusted
+        late = time.monotonic() - since > UNSEEN_SECONDS
         return self.connection.failures != failures or (late and self.connection.opened != opened)
 
     def _look_again(self) -> None:
-        """After the server was away: the same model, that can still be believed."""
+        """After the server was away: it must have the same model, and still be trusted."""
         with self._lock:
             if not self._doubtful():
                 return
             failures = self.connection.failures
             name, _ = self._model(self._name)
-            again = self._probed()
-            before, now = (np.array([row.chosen for row in rows]) for rows in (self._first, again))
+            before, now = (np.array([row.own for row in rows]) for rows in (self._first, self._probed()))
             if name != self._name or float(np.abs(before - now).mean()) > CLOSE:
                 raise self.connection.error(
                     f"it now serves another model than when the run began, though it is called {name} too: start the one it "
                     "had again, or begin another run"
                 )
-            self._trusted = (failures, self.connection.opened)
-            self._trusted_at = time.monotonic()
+            self._trust(failures)
+
+
+def top_k_signal(
+    form: Format, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float64], own: npt.NDArray[np.float64]
+) -> dict[str, npt.NDArray[Any]]:
+    """Of k ids, largest first [R, k], and of the text's own token [R]."""
+    kept = np.exp(logprobs).sum(-1)
+    # The text's own token is given too where it is not among the k: the rest is no smaller than that.
+    outside = np.where(own < logprobs[:, -1], np.exp(own), 0.0)
+    most = (form.vocabulary - form.k) * np.exp(logprobs[:, -1])
+    rest = np.minimum(np.maximum(1 - kept, np.maximum(outside, LEAST_REST)), most)
+    with np.errstate(divide="ignore"):  # no rest: k is the whole vocabulary
+        odds = np.log(rest) - np.log(kept)
+    found = {"logprobs": logprobs, "odds": odds[:, None], "token_logprobs": own}
+    return {"ids": ids, **{name: values.astype(np.float32) for name, values in found.items()}}
+
+
+def distance(rows: Sequence[Row], expected: Mapping[int, Mapping[str, float]], shift: int) -> float:
+    """Between the probe's rows and what the server says when it writes, in nats."""
+    differences = []
+    for place, likeliest in expected.items():
+        if 0 < place + shift <= len(rows):
+            entries = {name.removeprefix(BY_ID): value for name, value in rows[place - 1 + shift].likeliest.items()}
+            # One that is not among them is no likelier than the least of the likeliest.
+            least = min(sorted(entries.values(), reverse=True)[:COMPARED], default=np.inf)
+            for name, value in likeliest.items():
+                there = entries.get(name.removeprefix(BY_ID))
+                differences.append(max(0.0, value - least) if there is None else abs(there - value))
+    return float(np.mean(differences)) if differences else float("inf")
 
 
 def _shape(found: Any) -> str:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from potstill.cache.codec import KINDS, Format, Signal
+from potstill.cache.codec import Format, Signal
 from potstill.cache.scored import layout
 from potstill.types import Example
 
@@ -31,6 +31,7 @@ MOST_TEMPERATURES = 16
 MOST_DOCUMENTS = 2**14  # of one question
 HEADER_BYTES = 2**22  # of what stands in a body besides its arrays
 DTYPES = {"int32": "I32", "float32": "F32", "uint16": "U16"}  # of an answer, as safetensors names them
+NEEDED = {"top_k": "k", "sampled": "num_samples", "hidden": "width", "token_logprobs": "vocabulary", "given": "k"}
 SLACK = 1e-3  # by which masses may be above one
 
 
@@ -71,41 +72,17 @@ def write_question(question: Question) -> bytes:
 
 def read_question(body: bytes) -> Question:
     """ValueError: what is wrong with it."""
-    try:
-        return _question(body)
-    except (OverflowError, RecursionError) as error:
-        raise ValueError(f"the request has numbers or lists beyond all bounds ({type(error).__name__})") from error
-
-
-def _question(body: bytes) -> Question:
-    if int.from_bytes(body[:8], "little") > HEADER_BYTES:  # which may be 24 times as many when it is read
+    if int.from_bytes(body[:8], "little") > HEADER_BYTES:  # it may take 24 times as many when it is read
         raise ValueError(f"it is no safetensors body, or its header has more than {HEADER_BYTES:,} bytes")
     arrays, about = read_body(body)
     try:
         form = _form(json.loads(about["format"]))
-        keys = json.loads(about["keys"])
-        ids, lengths, predicted = (arrays[name] for name in ("ids", "lengths", "predicted"))
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        examples = _examples(arrays, json.loads(about["keys"]), form.vocabulary)
+        return Question(form, examples, _given(form, arrays, examples) if form.kind == "given" else None)
+    except (KeyError, TypeError) as error:
         raise ValueError(f"the request lacks {error}") from error
-    if [array.dtype.name for array in (ids, lengths, predicted)] != ["int32", "int32", "uint8"]:
-        raise ValueError("ids and lengths must be int32, predicted uint8")
-    if ids.ndim != 1 or lengths.ndim != 1 or ids.shape != predicted.shape or not len(lengths):
-        raise ValueError("ids, lengths and predicted must be flat, with an entry of predicted for each id")
-    if len(lengths) > MOST_DOCUMENTS:
-        raise ValueError(f"there are {len(lengths):,} documents, and a request has up to {MOST_DOCUMENTS:,}")
-    if int(lengths.min()) < 2 or int(lengths.sum(dtype=np.int64)) != len(ids):
-        raise ValueError("lengths must sum to the number of ids, and each document needs at least two")
-    if not isinstance(keys, list) or len(keys) != len(lengths) or not all(isinstance(key, str) for key in keys):
-        raise ValueError("keys must be a list with a string for each document")
-    if int(ids.min()) < 0 or int(ids.max()) >= form.vocabulary:
-        raise ValueError(f"ids must be from 0 to {form.vocabulary - 1}; there is {_outside(ids, form.vocabulary)}")
-    ends = np.cumsum(lengths)[:-1]
-    masks = np.split(predicted.astype(np.bool_), ends)
-    if any(mask[0] or not mask.any() for mask in masks):
-        raise ValueError("each document needs a predicted token, and its first one cannot be: nothing comes before it")
-    parts = zip(np.split(ids, ends), masks, keys, strict=True)
-    examples = [Example(key, "", part, mask, 0, source="a document") for part, mask, key in parts]
-    return Question(form, examples, _given(form, arrays, examples))
+    except (OverflowError, RecursionError) as error:
+        raise ValueError(f"the request has numbers or lists beyond all bounds ({type(error).__name__})") from error
 
 
 def _form(keys: Any) -> Format:
@@ -115,42 +92,60 @@ def _form(keys: Any) -> Format:
         form = Format(**{**keys, "temperatures": tuple(float(t) for t in keys.get("temperatures", (1.0,)))})
     except TypeError as error:
         raise ValueError(f"format: {error}") from error
-    counts = (form.vocabulary, form.k, form.tail_samples, form.num_samples, form.width, form.seed)
-    if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
-        raise ValueError("format: vocabulary, k, rest, draws, width and seed must be whole numbers")
-    if form.kind not in (*KINDS, "given"):
+    for name in ("vocabulary", "k", "tail_samples", "num_samples", "width", "seed"):
+        if type(getattr(form, name)) is not int:
+            raise ValueError(f"format: {name} must be a whole number")
+    if form.kind not in NEEDED:
         raise ValueError(f"format: there is no kind {form.kind!r}")
-    least = {"top_k": form.k, "given": form.k, "sampled": form.num_samples, "hidden": form.width}.get(form.kind, 1)
-    most = max(form.tail_samples, form.num_samples)
-    if (
-        least < 1
-        or min(form.tail_samples, form.num_samples) < 0
-        or most > MOST_DRAWS
-        or not isinstance(form.dtype, str)
-    ):
-        raise ValueError("format: k, draws, rest, width or dtype is out of bounds")
-    if (form.num_samples and form.kind != "sampled") or (form.tail_samples and form.kind != "top_k"):
-        raise ValueError(f"format: kind {form.kind} has no such draws")
+    if getattr(form, NEEDED[form.kind]) < 1 or not isinstance(form.dtype, str):
+        raise ValueError(f"format: {NEEDED[form.kind]} or dtype is out of bounds")
+    for name, kind in (("num_samples", "sampled"), ("tail_samples", "top_k")):
+        most = MOST_DRAWS if form.kind == kind else 0
+        if not 0 <= getattr(form, name) <= most:
+            raise ValueError(f"format: {name} must be from 0 to {most} for kind {form.kind}")
     if not all(0 < t < 1e6 for t in form.temperatures) or not 1 <= len(form.temperatures) <= MOST_TEMPERATURES:
         raise ValueError(f"format: temperatures must be above 0, and at most {MOST_TEMPERATURES}")
     return form
 
 
+def _examples(arrays: Mapping[str, npt.NDArray[Any]], keys: Any, vocabulary: int) -> list[Example]:
+    ids, lengths, predicted = (arrays[name] for name in ("ids", "lengths", "predicted"))
+    if [array.dtype.name for array in (ids, lengths, predicted)] != ["int32", "int32", "uint8"]:
+        raise ValueError("ids and lengths must be int32, predicted uint8")
+    if ids.ndim != 1 or lengths.ndim != 1 or ids.shape != predicted.shape or not len(lengths):
+        raise ValueError("ids, lengths and predicted must be flat, with an entry of predicted for each id")
+    if len(lengths) > MOST_DOCUMENTS:
+        raise ValueError(f"there are {len(lengths):,} documents, and a request has up to {MOST_DOCUMENTS:,}")
+    if int(lengths.min()) < 2 or int(lengths.sum(dtype=np.int64)) != len(ids):
+        raise ValueError("lengths must sum to the number of ids, and each document needs at least two")
+    if not isinstance(keys, list) or [type(key) for key in keys] != [str] * len(lengths):
+        raise ValueError("keys must be a list with a string for each document")
+    _check_ids("ids", ids, vocabulary)
+    ends = np.cumsum(lengths)[:-1]
+    masks = np.split(predicted.astype(np.bool_), ends)
+    if any(mask[0] or not mask.any() for mask in masks):
+        raise ValueError("each document needs a predicted token, and its first one cannot be: nothing comes before it")
+    parts = zip(np.split(ids, ends), masks, keys, strict=True)
+    return [Example(key, "", part, mask, 0, source="a document") for part, mask, key in parts]
+
+
 def _given(
     form: Format, arrays: Mapping[str, npt.NDArray[Any]], examples: Sequence[Example]
-) -> list[npt.NDArray[np.int32]] | None:
-    if form.kind != "given":
-        return None
+) -> list[npt.NDArray[np.int32]]:
     counts = [example.supervised_tokens for example in examples]
     given = arrays.get("given")
     if given is None or given.dtype != np.int32 or given.shape != (sum(counts), form.k):
         raise ValueError(f"given must be int32 of shape [{sum(counts)}, {form.k}]: ids for each predicted token")
-    if int(given.min()) < 0 or int(given.max()) >= form.vocabulary:
-        raise ValueError(f"given must be from 0 to {form.vocabulary - 1}; there is {_outside(given, form.vocabulary)}")
+    _check_ids("given", given, form.vocabulary)
     in_order = np.sort(given, -1)
     if (in_order[:, 1:] == in_order[:, :-1]).any():  # its mass would be counted twice
         raise ValueError("given has an id twice for one token")
     return np.split(given, np.cumsum(counts)[:-1])
+
+
+def _check_ids(name: str, ids: npt.NDArray[np.int32], vocabulary: int) -> None:
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ValueError(f"{name} must be from 0 to {vocabulary - 1}; there is {_outside(ids, vocabulary)}")
 
 
 def _outside(ids: npt.NDArray[Any], vocabulary: int) -> int:

@@ -22,7 +22,6 @@ from potstill.models import LanguageModel, evaluating, same_tokenizer
 from potstill.serving.client import PotstillServer, Server, potstill_version
 from potstill.serving.http import Connection
 from potstill.serving.openai import OpenAIServer
-from potstill.teachers.asking import Asking
 from potstill.teachers.cross_tokenizer import check_cross_tokenizer, cross_tokenizer_view
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
 from potstill.teachers.reading import TeacherReader
@@ -37,7 +36,7 @@ Given = Sequence[npt.NDArray[np.int32]]
 def open_server(config: TeacherConfig, where: str) -> RemoteOrigin:
     """Ask the server what it is."""
     assert config.server is not None
-    connection = Connection(config.server.rstrip("/").removesuffix("/v1"), config.remote, where)
+    connection = Connection(config.server, config.remote, where)
     version = potstill_version(connection)
     server: Server = OpenAIServer(connection, config) if version is None else PotstillServer(connection, version)
     return RemoteOrigin(server, config.remote.concurrency)
@@ -53,7 +52,6 @@ class RemoteOrigin:
         self.tokenizer, self.positions, self.identity = server.tokenizer, server.positions, server.identity
         self.probe, self.at_once = server.probe, concurrency
         self.heads: dict[tuple[torch.device, int], DenseTarget] = {}  # downloaded once, whoever reads with it
-        self._asking = Asking(concurrency, lambda: server.connection.error("the run has ended"))
 
     def format(self, store: StoreConfig) -> Format:
         return self.server.format(store)
@@ -78,7 +76,7 @@ class RemoteOrigin:
         futures: list[Future[Arrays]] = []
         for group in groups:
             some, ids = [examples[i] for i in group], None if given is None else [given[i] for i in group]
-            futures.append(self._asking.submit(self.server.score, form, some, ids))
+            futures.append(self.server.connection.submit(self.server.score, form, some, ids))
 
         def wait() -> list[Arrays]:
             found: list[Arrays] = [{}] * len(examples)
@@ -97,7 +95,6 @@ class RemoteOrigin:
         return wait
 
     def close(self) -> None:
-        self._asking.close()
         self.server.connection.close()
 
 

@@ -20,9 +20,9 @@ from potstill.config import StudentConfig
 from potstill.config.rollouts import EngineConfig, RolloutsConfig, SamplingConfig
 from potstill.models import LanguageModel, load_student
 from potstill.rollouts import vllm_weights
+from potstill.rollouts.engine import Engine
 from potstill.rollouts.vllm import open_vllm
-from potstill.rollouts.vllm_requests import request, written
-from potstill.rollouts.vllm_server import Server
+from potstill.rollouts.vllm_requests import completion, request
 from potstill.types import PotstillError
 
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
@@ -87,8 +87,9 @@ def look(path: str, body: dict[str, Any], mode: str = "processed_logprobs") -> t
     return 404, {"detail": "Not Found"}
 
 
-def connect(student: LanguageModel, server: str, folder: Path, retry_timeout: float = 5.0, **sampling: Any) -> Server:
-    return Server(student, rollouts(server, **sampling), [1], 128, folder, 0, retry_timeout=retry_timeout)
+def connect(student: LanguageModel, server: str, folder: Path, retry_timeout: float = 5.0, **sampling: Any) -> Engine:
+    keys = {"stop_ids": [1], "max_length": 128, "folder": folder, "retry_timeout": retry_timeout}
+    return open_vllm(student, rollouts(server, **sampling), **keys)
 
 
 def test_without_vllm(student: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,12 +239,12 @@ def test_requests_say_everything() -> None:
 
 def test_how_a_text_ended() -> None:
     plain, greedy = SamplingConfig(), SamplingConfig(temperature=0)
-    assert written([5, 1], [-1.0, -2.0], "stop", plain, [1, 2]).end == "eos"
-    assert written([5, 1], [-1.0, -2.0], "stop", plain, [2]).end == "stop"
-    assert written([5, 3], [-1.0, -2.0], "length", plain, [1, 2]).end == "length"
-    assert written([5, 3], [-1.0, -2.0], "length", greedy, [1, 2]).logprobs.tolist() == [0.0, 0.0]
+    assert completion([5, 1], [-1.0, -2.0], "stop", plain, [1, 2]).end == "eos"
+    assert completion([5, 1], [-1.0, -2.0], "stop", plain, [2]).end == "stop"
+    assert completion([5, 3], [-1.0, -2.0], "length", plain, [1, 2]).end == "length"
+    assert completion([5, 3], [-1.0, -2.0], "length", greedy, [1, 2]).logprobs.tolist() == [0.0, 0.0]
     with pytest.raises(PotstillError, match="broke off a text"):
-        written([5], [-1.0], "abort", plain, [1])
+        completion([5], [-1.0], "abort", plain, [1])
 
 
 def test_weights_are_named_as_files_have_them_and_the_tied_head_too(

@@ -19,8 +19,7 @@ import pytest
 
 from potstill.config import EngineConfig, RemoteConfig, TeacherConfig
 from potstill.config.recipe import checked
-from potstill.serving.http import Connection
-from potstill.teachers.asking import Asking
+from potstill.serving.http import Connection, DaemonPool
 from potstill.types import PotstillError
 
 Parts = Callable[[], Iterable[bytes]]
@@ -62,7 +61,7 @@ def saying(answer: bytes | Parts | None, heard: list[bytes] | None = None) -> It
 
 
 def test_a_command_without_a_recipe_names_its_option() -> None:
-    with pytest.raises(PotstillError, match="--token-env: there is no environment variable NO_SUCH_VARIABLE"):
+    with pytest.raises(PotstillError, match="--token-env NO_SUCH_VARIABLE: there is no such environment variable"):
         Connection("http://127.0.0.1:9", RemoteConfig(api_key_env="NO_SUCH_VARIABLE"), "MODEL")
 
 
@@ -86,29 +85,29 @@ def test_close_ends_a_request_that_is_under_way() -> None:
         assert said == []  # nobody is told to wait for it
 
 
-def test_what_asks_does_not_keep_a_process_from_ending() -> None:
+def test_a_daemon_pool_does_not_keep_a_process_from_ending() -> None:
     program = (
-        "import time; from potstill.teachers.asking import Asking; from potstill.types import PotstillError\n"
-        "asking = Asking(2, lambda: PotstillError('ended'))\n"
-        "futures = [asking.submit(time.sleep, 3600) for _ in range(3)]\n"
-        "time.sleep(0.2); asking.close()\n"
+        "import time; from potstill.serving.http import DaemonPool; from potstill.types import PotstillError\n"
+        "pool = DaemonPool(2, lambda: PotstillError('ended'))\n"
+        "futures = [pool.submit(time.sleep, 3600) for _ in range(3)]\n"
+        "time.sleep(0.2); pool.close()\n"
         "print([type(f.exception(timeout=60)).__name__ for f in futures])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "['PotstillError', 'PotstillError', 'PotstillError']", done.stderr
 
 
-def test_asking_gives_results_and_errors_and_refuses_when_closed() -> None:
-    asking = Asking(2, lambda: PotstillError("ended"))
-    assert [asking.submit(divmod, i, 3).result(10) for i in range(9)] == [divmod(i, 3) for i in range(9)]
+def test_a_daemon_pool_gives_results_and_errors_and_refuses_when_closed() -> None:
+    pool = DaemonPool(2, lambda: PotstillError("ended"))
+    assert [pool.submit(divmod, i, 3).result(10) for i in range(9)] == [divmod(i, 3) for i in range(9)]
     with pytest.raises(ZeroDivisionError):
-        asking.submit(divmod, 1, 0).result(10)
+        pool.submit(divmod, 1, 0).result(10)
     together = threading.Barrier(2)
-    futures = [asking.submit(together.wait, 10) for _ in range(2)]
+    futures = [pool.submit(together.wait, 10) for _ in range(2)]
     assert sorted(future.result(10) for future in futures) == [0, 1]
-    asking.close()
+    pool.close()
     with pytest.raises(PotstillError, match="ended"):
-        asking.submit(divmod, 1, 2)
+        pool.submit(divmod, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_tokens_of_the_environment(monkeypatch: pytest.MonkeyPatch, value: str, 
             made.close()
             return
         with pytest.raises(
-            PotstillError, match=r"teachers\[0\]\.remote\.api_key_env: the environment variable A_TOKEN"
+            PotstillError, match=r"teachers\[0\]\.remote\.api_key_env A_TOKEN: it holds spaces"
         ) as error:
             connection(address, api_key_env="A_TOKEN")
         assert "ret" not in str(error.value)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import socket
 import struct
+import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -36,11 +39,9 @@ from potstill.cache.origin import format_of, identity_of_model, signal_of_exampl
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.models import LanguageModel, load_teacher
 from potstill.serving import http as connection
-from potstill.serving.batching import Job, Scorer
-from potstill.serving.held import Busy
-from potstill.serving.options import ServeOptions, listen
+from potstill.serving.batching import Busy, Job, Scorer
 from potstill.serving.protocol import Question, check_signal, read_answer, read_question, write_question
-from potstill.serving.server import Service, application
+from potstill.serving.server import ServeOptions, Service, application
 from potstill.teachers.open import open_teachers
 from potstill.teachers.remote import open_server
 from potstill.types import PotstillError
@@ -241,15 +242,11 @@ def test_an_empty_token_is_refused(tiny_teacher):
         serve(str(tiny_teacher), options, dtype="auto", device_name="cpu", revision=None, trust_remote_code=False)
 
 
-def test_without_the_extra_it_is_named(tiny_teacher, monkeypatch):
-    import sys
-
-    from potstill.serving.server import serve
-
+def test_without_the_extra_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    options = ServeOptions("127.0.0.1", 0, None, 1.0, None, None)
+    monkeypatch.delitem(sys.modules, "potstill.serving.server")
     with pytest.raises(PotstillError, match=r"pip install starlette uvicorn \(or"):
-        serve(str(tiny_teacher), options, dtype="auto", device_name="cpu", revision=None, trust_remote_code=False)
+        importlib.import_module("potstill.serving.server")
 
 
 def test_a_port_that_is_taken(served, tiny_teacher):
@@ -313,20 +310,26 @@ class Paced(Scorer):
         self.go, self.at_work, self.seen = threading.Semaphore(0), threading.Event(), []
         super().__init__(*arguments)
 
-    def _answer(self, form, tasks):
+    def _answer(self, tasks):
         self.at_work.set()
         assert self.go.acquire(timeout=120)
         self.seen.append([(len(task.job.question.examples), len(task.example.ids)) for task in tasks])
-        super()._answer(form, tasks)
+        super()._answer(tasks)
+
+
+def asked(question: Question, answer: Callable[[Any], None]) -> Job:
+    job = Job(question)
+    job.answer.add_done_callback(lambda future: answer(future.exception() or future.result()))
+    return job
 
 
 def test_a_huge_request_does_not_hold_up_the_others(teacher):
     scorer, done = Paced(teacher, 64), []
     huge, small = (Question(TOP, examples(lengths)) for lengths in ([32] * 10, [9]))
-    scorer.submit(Job(huge, lambda found: done.append(("huge", found))))
-    while scorer.waiting != 1 or scorer._waiting[0].taken != 2:  # it has had its turn, and waits for the next
+    scorer.submit(asked(huge, lambda found: done.append(("huge", found))))
+    while scorer.waiting != 1 or len(scorer._waiting[0].waiting) != 8:  # it has had its turn, and waits for the next
         time.sleep(0.01)
-    scorer.submit(Job(small, lambda found: done.append(("small", found))))
+    scorer.submit(asked(small, lambda found: done.append(("small", found))))
     for _ in range(6):
         scorer.go.release()
     while len(done) < 2:
@@ -347,13 +350,13 @@ def test_what_waits_when_the_server_ends_is_not_computed(teacher):
             scorer.go.release()
 
     for _ in range(5):
-        scorer.submit(Job(Question(TOP, examples([60])), answer))
+        scorer.submit(asked(Question(TOP, examples([60])), answer))
     while scorer.waiting != 4:
         time.sleep(0.01)
     scorer.close()
     assert len(scorer.seen) == 1 and [isinstance(found, RuntimeError) for found in done] == [True] * 4 + [False]
     with pytest.raises(Busy, match="the server ends"):
-        scorer.submit(Job(Question(TOP, examples([60])), done.append))
+        scorer.submit(Job(Question(TOP, examples([60]))))
 
 
 def test_a_handler_that_is_cancelled_abandons_its_job(teacher):
@@ -367,7 +370,7 @@ def test_a_handler_that_is_cancelled_abandons_its_job(teacher):
             while scorer.waiting != 1:
                 time.sleep(0.01)
             (job,) = scorer._waiting
-        assert job.abandoned
+        assert job.answer.cancelled()
         scorer.go.release()
         scorer.close()
         assert len(scorer.seen) == 1
@@ -408,7 +411,7 @@ def test_what_could_not_be_made_is_made_when_it_can_be(teacher, tmp_path, monkey
 def test_it_listens_on_either_kind_of_address(host):
     if host == "::1" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
-    with listen(host, 0) as listening:
+    with ServeOptions(host, 0, None, 1.0, None, None).listen() as listening:
         there = "::1" if host == "::1" else "127.0.0.1"
         with socket.create_connection((there, listening.getsockname()[1]), timeout=60) as made:
             one, _ = listening.accept()
@@ -492,7 +495,7 @@ def poked(value: float):
 LIES = {
     "shape": (changed(ids=lambda x: x[:-1], logprobs=lambda x: x[:-1]), r"ids is int32 \[\d+, 8\] where int32"),
     "dtype": (changed(logprobs=lambda x: x.astype(np.float64)), "logprobs is float64"),
-    "nan": (changed(chosen=poked(float("nan"))), "chosen that are no numbers"),
+    "nan": (changed(token_logprobs=poked(float("nan"))), "token_logprobs that are no numbers"),
     "ids": (changed(ids=poked(5000)), "ids has id 5000 of 2048"),
     "negative ids": (changed(ids=poked(-1)), "ids has id -1 of 2048"),
     "twice": (changed(ids=lambda x: np.repeat(x[:, :1], 8, 1)), "an id is twice among the top k"),
@@ -500,7 +503,7 @@ LIES = {
     "mass": (changed(logprobs=lambda x: x + 1.0), "above 0|sum to"),
     "too much": (changed(logprobs=lambda x: np.minimum(x + 0.4, -0.01)), "sum to"),
     "odds": (changed(odds=lambda x: x + 2.0), "of the rest sum to"),
-    "positive": (changed(chosen=poked(0.5)), "chosen has a log-probability of 0.5"),
+    "positive": (changed(token_logprobs=poked(0.5)), "token_logprobs has a log-probability of 0.5"),
     "other arrays": (lambda body, headers: (safetensors.numpy.save({"x": np.zeros(3)}), headers), "it has x where"),
     "no safetensors": (lambda body, headers: (b"<html>", headers), "no safetensors body"),
     "nothing": (lambda body, headers: (b"", headers), "no safetensors body"),
@@ -748,10 +751,10 @@ def test_a_request_that_nobody_waits_for_is_not_computed(teacher):
             super().drop(job)
             dropped.set()
 
-        def _answer(self, form, tasks):
+        def _answer(self, tasks):
             entered.set()
             assert release.wait(120)
-            super()._answer(form, tasks)
+            super()._answer(tasks)
 
     scorer = Slow(teacher, 16)
     options = ServeOptions("", 0, None, 8.0, None, None)

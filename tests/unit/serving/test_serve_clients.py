@@ -25,13 +25,10 @@ from potstill.cache.codec import Format
 from potstill.cache.origin import identity_of_model
 from potstill.config import TeacherConfig
 from potstill.models import LanguageModel, load_teacher
-from potstill.serving.answers import PIECE, streamed
-from potstill.serving.batching import Scorer
-from potstill.serving.guard import guarded
-from potstill.serving.held import Budget, Busy, Hold
-from potstill.serving.options import ServeOptions
+from potstill.serving.batching import Busy, Scorer
+from potstill.serving.connections import Budget, Hold, guarded
 from potstill.serving.protocol import Question, read_answer, read_question, write_answer, write_question
-from potstill.serving.server import Service, application, serve
+from potstill.serving.server import PIECE, ServeOptions, Service, application, serve, streamed
 from potstill.teachers.remote import open_server
 from potstill.types import PotstillError
 

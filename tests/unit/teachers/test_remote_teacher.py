@@ -31,8 +31,7 @@ from potstill.losses import DIVERGENCES, DenseTarget, TopKTarget, fused_linear_k
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_student, load_teacher, shared_ids
 from potstill.serving.batching import Scorer
-from potstill.serving.options import ServeOptions
-from potstill.serving.server import Service, application
+from potstill.serving.server import ServeOptions, Service, application
 from potstill.teachers.combine import compute_targets
 from potstill.teachers.live import LiveModel, live_teacher
 from potstill.teachers.open import open_teachers, prepared

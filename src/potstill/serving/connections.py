@@ -1,5 +1,6 @@
-"""Connections of `potstill serve` that no client can keep for itself. uvicorn waits for ever for a client that does not send
-the rest of a request, and for one that does not read; its `limit_concurrency` counts idle connections, and then refuses all."""
+"""What clients of `potstill serve` may hold of it: bytes, from the first that comes in to the last that goes out, and
+connections. uvicorn waits for ever for a client that does not send the rest of a request, and for one that does not read; its
+`limit_concurrency` counts idle connections, and then refuses all."""
 
 from __future__ import annotations
 
@@ -9,14 +10,17 @@ import math
 import sys
 import time
 import traceback
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from potstill.serving.deadline import RATE
-from potstill.serving.held import CONNECTION, SILENT_SECONDS, Clients
-from potstill.serving.http import plain
+from potstill.serving.batching import Busy
+from potstill.serving.http import RATE, plain
 
+CONNECTION = "connection"  # in the state of a request's scope: the connection that it came by
+SILENT_SECONDS = 1.0  # after which a client that is waited for makes room for others
 IDLE_SECONDS = 75  # without a request
 LOGGERS = ("potstill.serve", "uvicorn.error", "asyncio")
 SPARSE_SECONDS = 10.0
@@ -25,11 +29,83 @@ TRANSFERS = ("request", "answer")
 WORDS = {
     "request": "did not send its request in time (--client-timeout)",
     "answer": "did not read its answer in time (--client-timeout)",
-    "idle": "sent no request",
     "room": "was silent when others came (--max-connections)",
     "memory": "was slow when others needed its memory (--max-memory-mb)",
 }
 log = logging.getLogger(LOGGERS[0])
+
+
+@dataclass
+class Budget:
+    """Bytes of requests and answers that may be held at once. On one thread."""
+
+    most: int
+    held: int = 0
+    holds: set[Hold] = field(default_factory=set)
+
+    def make_room(self, more: int, asking: Hold) -> None:
+        """For so many bytes, by ending transfers whose clients keep the server waiting, the slowest first. Busy: all of them
+        together would not be enough, and none is ended."""
+        lacking, ending = self.held + more - self.most, []
+        behind = {hold: hold.behind() for hold in self.holds if hold is not asking}
+        for hold in sorted(behind, key=lambda hold: -behind[hold]):
+            if lacking <= 0 or behind[hold] < SILENT_SECONDS:
+                break
+            ending.append(hold)
+            lacking -= hold.size
+        if lacking > 0:
+            held, most = self.held / 2**20, self.most / 2**20
+            raise Busy(f"requests and answers of {held:.0f} of {most:.0f} MB are held already (--max-memory-mb)")
+        for hold in ending:
+            hold.end()
+
+
+class Hold:
+    """One request's part of the budget, given back when the block ends."""
+
+    def __init__(self, budget: Budget, connection: Guarded | None = None) -> None:
+        self._budget, self._connection = budget, connection
+        self.size, self._ended = 0, False
+
+    def set(self, size: int) -> None:
+        """So many bytes from now on. Busy: there is no room for them."""
+        if self._ended and size:
+            raise Busy("another request was given the room of this one")
+        more = size - self.size
+        if more > 0 and self._budget.held + more > self._budget.most:
+            self._budget.make_room(more, self)
+        self._budget.held += more
+        self.size = size
+        (self._budget.holds.add if size else self._budget.holds.discard)(self)
+
+    def shrink(self, size: int) -> None:
+        self.set(min(size, self.size))
+
+    def behind(self) -> float:
+        return 0.0 if self._connection is None else self._connection.behind()
+
+    def end(self) -> None:
+        """Its connection, too: the request lets go of its bytes as it hears of that."""
+        self.set(0)
+        self._ended = True
+        if self._connection is not None:
+            self._connection.make_way()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.set(0)
+
+
+@dataclass
+class Clients:
+    """How many may be connected, and how long each may keep the server waiting."""
+
+    most: int
+    seconds: float  # that a client may be behind with its request or its reading, at RATE
+    now: int = 0  # connected
+    cut_off: Counter[str] = field(default_factory=Counter)  # by what they did
 
 
 class Counted:
@@ -91,23 +167,25 @@ class Guarded(H11Protocol):
             return "answer"
         return "request" if self.cycle.more_body else "work"
 
-    def _note(self) -> None:
+    def _note(self) -> tuple[str, float]:
+        """The phase, and how many seconds the client is behind in it."""
         now, state = self.loop.time(), (self._phase(), self.cycle)
         moved = self._received + self._counted.written - self._counted.get_write_buffer_size()
         self._due = min(now, self._due + (moved - self._moved) / RATE) if state == self._state else now
         self._state, self._moved = state, moved
+        return state[0], now - self._due
 
     def _look(self) -> None:
-        self._note()
-        phase, behind = self._state[0], self.loop.time() - self._due
+        phase, behind = self._note()
         if (phase == "idle" and behind > IDLE_SECONDS) or (phase in TRANSFERS and behind > self.clients.seconds):
             self._cut_off(phase)
         else:
             self._timer = self.loop.call_later(self._tick, self._look)
 
     def behind(self) -> float:
-        self._note()
-        return self.loop.time() - self._due if self._state[0] in TRANSFERS and not self._cut else 0.0
+        """Seconds that its client keeps the server waiting; 0 while the client is not waited for."""
+        phase, behind = self._note()
+        return behind if phase in TRANSFERS and not self._cut else 0.0
 
     def make_way(self) -> None:
         self._cut_off("memory")
@@ -115,18 +193,17 @@ class Guarded(H11Protocol):
     def _cut_off(self, why: str) -> None:
         self._cut = True
         self.clients.cut_off[why] += 1
-        if why != "idle":  # which is how most connections end
+        if why in WORDS:  # "idle" is how most connections end
             log.warning("%s %s, and was disconnected", self._who, WORDS[why], extra={"why": why})
         self.transport.abort()  # not close: that would wait until all is read
 
     def _make_room(self) -> None:
         """For this connection, by ending the one whose client has kept the server waiting longest."""
         others = [one for one in self.connections if isinstance(one, Guarded) and one is not self and not one._cut]
-        for one in others:
-            one._note()
-        waiting = [one for one in others if one._state[0] != "work"]
-        silent = min(waiting, key=lambda one: one._due, default=None)
-        if silent is not None and self.loop.time() - silent._due >= SILENT_SECONDS:
+        noted = {one: one._note() for one in others}
+        waiting = {one: behind for one, (phase, behind) in noted.items() if phase != "work"}
+        silent = max(waiting, key=lambda one: waiting[one], default=None)
+        if silent is not None and waiting[silent] >= SILENT_SECONDS:
             silent._cut_off("room")
             return
         self._cut = True
@@ -139,8 +216,13 @@ class Guarded(H11Protocol):
         """Nobody has to know."""
 
 
+def guarded(clients: Clients) -> type[Guarded]:
+    """As uvicorn takes it: a class."""
+    return type("GuardedOfClients", (Guarded,), {"clients": clients})
+
+
 class Sparse(logging.Handler):
-    """One line of a kind in ten seconds, on stderr; how many there were besides is told with the next."""
+    """One line of each kind in ten seconds, on stderr; how many there were besides is told with the next."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -159,14 +241,9 @@ class Sparse(logging.Handler):
         print(text, file=sys.stderr, flush=True)
 
 
-def sparsely() -> None:
+def log_sparsely() -> None:
     """Let the server's loggers be heard by `Sparse` alone."""
     handler = Sparse()
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-
-
-def guarded(clients: Clients) -> type[Guarded]:
-    """As uvicorn takes it: a class."""
-    return type("GuardedOfClients", (Guarded,), {"clients": clients})

@@ -1,0 +1,174 @@
+"""vLLM in this process: a copy of the student that takes its tensors without a way over the disk."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from potstill.config.rollouts import SamplingConfig
+from potstill.files import could_not_write
+from potstill.models import LanguageModel
+from potstill.models.libraries import reason
+from potstill.rollouts.engine import Completion, GenerationRequest
+from potstill.rollouts.vllm_requests import completion, request
+from potstill.rollouts.vllm_weights import named_weights
+from potstill.types import PotstillError
+
+KV_CACHE_BYTES = 2**30  # on CPUs, where vLLM would otherwise take most of the memory
+GPU_MEMORY = 0.3  # of it, for vLLM's weights and cache; the training has the rest
+
+
+class VLLMProcess:
+    """vLLM's own engine runs in this process, so that tensors are handed over as they are."""
+
+    failures = 0
+
+    def __init__(self, student: LanguageModel, options: Mapping[str, Any], max_length: int, folder: Path) -> None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise PotstillError(
+                "rollouts.engine: vLLM in the training's process goes with one process: with several, start a server and "
+                "give rollouts.engine.server"
+            )
+        self._student = student
+        self._own_group = not dist.is_initialized()  # vLLM makes one; potstill's own stays
+        keys = _keys(student, options, max_length, folder)
+        Console(stderr=True, soft_wrap=True).print("starting vLLM in this process …", highlight=False)
+        with warnings.catch_warnings():  # of the libraries under vLLM, to each other
+            for category in (FutureWarning, DeprecationWarning):
+                warnings.simplefilter("ignore", category)
+            vllm = _import_vllm()
+            _describe(student, folder)
+            with _apart(student.model.device):
+                try:
+                    self.llm = vllm.LLM(**keys)
+                except Exception as error:  # of vLLM and of everything it stands on
+                    raise PotstillError(
+                        f"rollouts.engine: vLLM cannot run the student ({reason(error)}); its own messages are above with "
+                        "VLLM_LOGGING_LEVEL=INFO"
+                    ) from error
+        self._params = vllm.SamplingParams
+        self.dtype: torch.dtype | None = self.llm.llm_engine.model_config.dtype
+        kind = student.model.config.model_type
+        self.hint = f"This vLLM cannot take over a {kind} in place: use rollouts.engine.kind transformers."
+
+    def write(
+        self, asked: Sequence[GenerationRequest], sampling: SamplingConfig, stop_ids: Sequence[int]
+    ) -> list[Completion]:
+        if not asked:
+            return []
+        text = bool(sampling.stop)
+        params = [self._params(**request(sampling, stop_ids, ask.seed), detokenize=text) for ask in asked]
+        prompts = [{"prompt_token_ids": ask.ids.tolist()} for ask in asked]
+        with _apart(self._student.model.device):
+            outputs = [one.outputs[0] for one in self.llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            completion(
+                one.token_ids,
+                [place[token].logprob for place, token in zip(one.logprobs, one.token_ids, strict=True)],
+                one.finish_reason,
+                sampling,
+                stop_ids,
+            )
+            for one in outputs
+        ]
+
+    def load(self, version: int) -> None:
+        weights = named_weights(self._student)
+        with _apart(self._student.model.device):
+            try:
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+            except Exception as error:  # the code of each architecture, which may raise anything
+                raise PotstillError(
+                    f"rollouts.engine: vLLM cannot take the student's weights of step {version} ({reason(error)})"
+                ) from error
+            if not self.llm.reset_prefix_cache():
+                raise PotstillError("rollouts.engine: vLLM did not forget its prefix cache, which is of older weights")
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        if self._own_group:
+            cleanup_dist_env_and_memory()
+
+
+def _keys(student: LanguageModel, given: Mapping[str, Any], max_length: int, folder: Path) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "dtype": str(student.model.dtype).removeprefix("torch."),
+        "max_model_len": max_length,
+        "enable_prefix_caching": True,  # the answers to one prompt share its work
+        "seed": 0,  # every request has its own
+        "disable_log_stats": True,
+    }
+    if student.model.device.type == "cpu":
+        options |= {"enforce_eager": True, "kv_cache_memory_bytes": KV_CACHE_BYTES}
+    else:
+        options["gpu_memory_utilization"] = GPU_MEMORY
+    ours = {
+        "model": str(folder),
+        "load_format": "dummy",  # the weights come with the first update
+        "generation_config": "vllm",  # nothing but the recipe says how to sample
+        "logprobs_mode": "processed_logprobs",
+    }
+    for key in ours:
+        if key in given:
+            raise PotstillError(f"rollouts.engine.options.{key} is potstill's to set: leave it out")
+    return {**options, **given, **ours}
+
+
+def _describe(student: LanguageModel, folder: Path) -> None:
+    """Everything but the weights: what vLLM builds the model from."""
+    config = copy.deepcopy(student.model.config)
+    config.architectures = [type(student.model).__name__]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
+        student.save_words(folder)
+    except OSError as error:
+        raise could_not_write(folder, error) from error
+
+
+def _import_vllm() -> Any:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine in this process
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        import vllm
+    except ImportError as error:
+        raise PotstillError(
+            f"rollouts.engine.kind vllm: vLLM cannot be imported ({reason(error)}). On a Linux machine without a GPU, "
+            "tools/setup_vllm makes an environment with it; elsewhere: pip install vllm"
+        ) from error
+    return vllm
+
+
+@contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """vLLM seeds the process's random numbers, draws from them, and takes torch.set_num_threads away. On another thread the
+    numbers are left alone: putting them back would undo the training's own draws."""
+    threads = torch.set_num_threads
+    try:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        python, array = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
+            try:
+                yield
+            finally:
+                random.setstate(python)
+                np.random.set_state(array)
+    finally:
+        torch.set_num_threads = threads
