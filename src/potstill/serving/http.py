@@ -8,14 +8,12 @@ import json
 import os
 import queue
 import random
-import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partialmethod
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -25,13 +23,12 @@ import httpcore
 from rich.console import Console
 
 from potstill.config import RemoteConfig
+from potstill.serving.sockets import Deadline, Sockets
 from potstill.types import PotstillError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 5.0  # after which a connection is not used again: a server may be closing it
-RATE = 128 * 2**10  # bytes per second: a transfer that is slower (1 Mbit/s) runs out of time
-SLICE = 64 * 2**10  # bytes that are sent at once
 WORDS = 500  # characters of what a server says
 SMALL = 4 * 2**20  # bytes of an answer whose size cannot be told from the request
 ERROR_BYTES = 64 * 2**10  # of an error's body that are read
@@ -45,10 +42,6 @@ Result = TypeVar("Result")
 
 class Refused(PotstillError):
     """A server rejects a request: sending it again would not help."""
-
-
-class Unreadable(Exception):
-    """An answer that must not be read."""
 
 
 def tell(message: str) -> None:
@@ -174,8 +167,6 @@ class Connection:
                 problem = self._reason(error)
                 if isinstance(error, UNREACHED) and not self._seen:
                     patience, key = min(self._config.start_timeout, patience), "start_timeout"
-            except Unreadable as error:
-                raise self.error(f"its answer to {method} {path} {error}") from None
             else:
                 self._seen = True
                 if answer.good:
@@ -207,7 +198,27 @@ class Connection:
         with self._pool.stream(
             method, self._base + path, headers=list(headers.items()), content=body, extensions={"timeout": seconds}
         ) as response:
-            return _read(response, most)
+            return self._read(f"its answer to {method} {path}", response, most)
+
+    def _read(self, what: str, response: httpcore.Response, most: int) -> Answer:
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers}
+        answer = Answer(response.status, headers, b"")
+        encoding, length = headers.get("content-encoding", "identity"), headers.get("content-length", "0")
+        if encoding.strip().lower() != "identity":
+            if not answer.good:  # a proxy's words, perhaps: the status says enough
+                return answer
+            raise self.error(f"{what} is compressed ({encoding[:40]}), which it was asked not to do")
+        if answer.good and length.isdecimal() and int(length[:20]) > most:
+            large = int(length[:20])
+            raise self.error(f"{what} would be {large:,} bytes, and what was asked for has {most:,} at most")
+        content = bytearray()
+        for part in response.iter_stream():
+            content += part
+            if answer.good and len(content) > most:
+                raise self.error(f"{what} does not end: what was asked for has {most:,} bytes at most")
+            if not answer.good and len(content) > ERROR_BYTES:
+                break
+        return replace(answer, content=bytes(content))
 
     def _refused(self, method: str, path: str, answer: Answer) -> Refused:
         code, variable = answer.status, self._config.api_key_env
@@ -261,27 +272,6 @@ class Connection:
         self._sockets.wake()
         self._threads.close()
         self._pool.close()
-
-
-def _read(response: httpcore.Response, most: int) -> Answer:
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in response.headers}
-    answer = Answer(response.status, headers, b"")
-    encoding = headers.get("content-encoding", "identity")
-    if encoding.strip().lower() != "identity":
-        if not answer.good:  # a proxy's words, perhaps: the status says enough
-            return answer
-        raise Unreadable(f"is compressed ({encoding[:40]}), which it was asked not to do")
-    length = headers.get("content-length", "0")
-    if answer.good and length.isdecimal() and int(length[:20]) > most:
-        raise Unreadable(f"would be {int(length[:20]):,} bytes, and what was asked for has {most:,} at most")
-    content = bytearray()
-    for part in response.iter_stream():
-        content += part
-        if answer.good and len(content) > most:
-            raise Unreadable(f"does not end: what was asked for has {most:,} bytes at most")
-        if not answer.good and len(content) > ERROR_BYTES:
-            break
-    return Answer(response.status, headers, bytes(content))
 
 
 def _parts(address: str, where: str) -> tuple[str, str | None]:
@@ -371,98 +361,3 @@ class DaemonPool:
                 future.set_exception(self._ended())
         for _ in range(self._threads):
             self._calls.put(None)
-
-
-class Deadline:
-    """Of one request: so many seconds, and as many more as its bytes take at RATE, up to `most` of them; and so many seconds
-    between one byte and the next. httpcore's timeouts are for each read and write: a byte now and then would hold a request
-    for ever."""
-
-    def __init__(self, seconds: float, most: int) -> None:
-        self._seconds, self._end, self._most = seconds, time.monotonic() + seconds, most
-        self.moved = 0  # bytes, both ways
-
-    @property
-    def left(self) -> float:
-        return min(self._seconds, self._end + min(self.moved, self._most) / RATE - time.monotonic())
-
-
-class Sockets(httpcore.NetworkBackend):
-    """Makes the connections of a pool."""
-
-    def __init__(self) -> None:
-        self.opened = 0  # how often a connection was made
-        self.request = threading.local()  # under way on a thread: its `deadline`
-        self._lock = threading.Lock()
-        self._open: WeakSet[socket.socket] = WeakSet()
-        self._ended = False
-
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore.NetworkStream:
-        left = max(self.request.deadline.left, 1e-3)
-        seconds = left if timeout is None else min(timeout, left)
-        made = httpcore.SyncBackend().connect_tcp(host, port, seconds, local_address, socket_options)
-        with self._lock:
-            self.opened += 1
-        return TimedStream(made, self)
-
-    def keep(self, made: socket.socket) -> None:
-        with self._lock:
-            self._open.add(made)
-        if self._ended:  # it was connected while `wake` was at work
-            self.wake()
-
-    def wake(self) -> None:
-        """End all reads and writes. Closing a socket does not end a read of it on another thread; shutting it down does."""
-        self._ended = True
-        with self._lock:
-            sockets = list(self._open)
-        for one in sockets:
-            with suppress(OSError):  # closed already
-                socket.socket.shutdown(one, socket.SHUT_RDWR)
-
-
-class TimedStream(httpcore.NetworkStream):
-    """A connection whose reads and writes end by the deadline of the request that they belong to."""
-
-    def __init__(self, stream: httpcore.NetworkStream, sockets: Sockets) -> None:
-        self._stream, self._sockets = stream, sockets
-        self._socket: socket.socket = stream.get_extra_info("socket")
-        sockets.keep(self._socket)
-        self.close, self.get_extra_info = stream.close, stream.get_extra_info  # type: ignore[method-assign]
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        deadline: Deadline = self._sockets.request.deadline
-        if (left := deadline.left) <= 0:
-            raise httpcore.ReadTimeout
-        found = self._stream.read(max_bytes, left)
-        deadline.moved += len(found)
-        return found
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        deadline, rest = self._sockets.request.deadline, memoryview(buffer)
-        while rest:
-            if (left := deadline.left) <= 0:
-                raise httpcore.WriteTimeout
-            try:
-                self._socket.settimeout(left)
-                sent = self._socket.send(rest[:SLICE])
-            except TimeoutError as error:
-                raise httpcore.WriteTimeout from error
-            except OSError as error:
-                raise httpcore.WriteError(str(error)) from error
-            deadline.moved += sent
-            rest = rest[sent:]
-
-    def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore.NetworkStream:
-        left = max(self._sockets.request.deadline.left, 1e-3)
-        # TLS makes another socket of the first.
-        return TimedStream(self._stream.start_tls(ssl_context, server_hostname, left), self._sockets)

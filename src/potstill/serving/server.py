@@ -159,7 +159,7 @@ class Service:
         self._headers = {header: str(found[part]) for part, header in protocol.HEADERS.items()}
         self._made: dict[str, bytes | mmap.mmap] = {}  # by what was asked for: the same for all
         self._making = asyncio.Lock()
-        self._answers: Counter[str] = Counter()
+        self.answers: Counter[str] = Counter()  # by status code
         self._seconds = 0.0
         self._bytes: Counter[str] = Counter()
 
@@ -290,27 +290,20 @@ class Service:
         self._bytes["out"] += sum(map(len, parts))
         return streamed(parts, self._headers, left=hold.shrink)
 
-    def counted(self, code: int) -> None:
-        self._answers[str(code)] += 1
-
     async def metrics(self, request: Request, hold: Hold) -> Response:
         counts = self.scorer.counts
         sizes = [str(bucket) for bucket in (*BUCKETS, "+Inf")]
         passes = accumulate(counts[size] for size in sizes)
         batches = {f'_bucket{{le="{size}"}}': total for size, total in zip(sizes, passes, strict=True)}
+        batches |= {"_sum": counts["documents"], "_count": counts["passes"]}
         table: list[tuple[str, str, str, Mapping[str, float] | float]] = [
-            ("requests_total", "counter", "answers by status code", _labels("code", self._answers)),
+            ("requests_total", "counter", "answers by status code", _labels("code", self.answers)),
             ("request_seconds_total", "counter", "time from a request of /score to its answer", self._seconds),
             ("documents_total", "counter", "documents scored", counts["documents"]),
             ("tokens_total", "counter", "tokens scored", counts["tokens"]),
             ("padding_tokens_total", "counter", "padding that was forwarded with them", counts["padding"]),
             ("forward_seconds_total", "counter", "time of forward passes and of their results", self.scorer.seconds),
-            (
-                "batch_documents",
-                "histogram",
-                "documents per forward pass",
-                {**batches, "_sum": counts["documents"], "_count": counts["passes"]},
-            ),
+            ("batch_documents", "histogram", "documents per forward pass", batches),
             ("waiting_requests", "gauge", "requests that wait for the model", self.scorer.waiting),
             ("held_bytes", "gauge", "of requests and answers, of --max-memory-mb", self.budget.held),
             ("connections", "gauge", "clients that are connected", self.clients.now),
@@ -383,16 +376,16 @@ class Endpoint:
             answer = None if self._free else self._service.refused(request)
             try:
                 answer = answer or await self._handler(request, hold)
-                self._service.counted(answer.status_code)
+                self._service.answers[str(answer.status_code)] += 1
                 await answer(scope, receive, send)
             except ClientDisconnect:  # its connection has told of it
-                self._service.counted(499)
+                self._service.answers["499"] += 1
 
 
 def application(service: Service, ready: Callable[[], None] = lambda: None) -> Starlette:
     async def elsewhere(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        service.counted(error.status_code)
+        service.answers[str(error.status_code)] += 1
         there = ", ".join(f"{'POST' if route.path == '/score' else 'GET'} {route.path}" for route in routes)
         return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}; there is {there}")
 
