@@ -304,11 +304,11 @@ def token_from(variable: str | None, key: str) -> str | None:
         return None
     token = os.environ.get(variable, "").strip()
     if not token:
-        raise PotstillError(f"{key} {variable}: there is no such environment variable, or it is empty")
+        raise PotstillError(f"{key}: there is no environment variable {variable}, or it is empty")
     if not all("!" <= character <= "~" for character in token):
         raise PotstillError(
-            f"{key} {variable}: it holds spaces, or characters that are not ASCII, within the token, and no client could "
-            "send it: set it to the token alone"
+            f"{key}: the environment variable {variable} holds spaces, or characters that are not ASCII, within the token, "
+            "and no client could send it: set it to the token alone"
         )
     return token
 

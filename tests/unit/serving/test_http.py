@@ -61,7 +61,7 @@ def saying(answer: bytes | Parts | None, heard: list[bytes] | None = None) -> It
 
 
 def test_a_command_without_a_recipe_names_its_option() -> None:
-    with pytest.raises(PotstillError, match="--token-env NO_SUCH_VARIABLE: there is no such environment variable"):
+    with pytest.raises(PotstillError, match="--token-env: there is no environment variable NO_SUCH_VARIABLE"):
         Connection("http://127.0.0.1:9", RemoteConfig(api_key_env="NO_SUCH_VARIABLE"), "MODEL")
 
 
@@ -124,7 +124,7 @@ def test_tokens_of_the_environment(monkeypatch: pytest.MonkeyPatch, value: str, 
             made.close()
             return
         with pytest.raises(
-            PotstillError, match=r"teachers\[0\]\.remote\.api_key_env A_TOKEN: it holds spaces"
+            PotstillError, match=r"teachers\[0\]\.remote\.api_key_env: the environment variable A_TOKEN"
         ) as error:
             connection(address, api_key_env="A_TOKEN")
         assert "ret" not in str(error.value)

@@ -238,7 +238,7 @@ def test_an_empty_token_is_refused(tiny_teacher):
     from potstill.serving.server import serve
 
     options = ServeOptions("127.0.0.1", 0, "NO_SUCH_VARIABLE", 1.0, None, None)
-    with pytest.raises(PotstillError, match="NO_SUCH_VARIABLE: there is no such environment variable"):
+    with pytest.raises(PotstillError, match="--token-env: there is no environment variable NO_SUCH_VARIABLE"):
         serve(str(tiny_teacher), options, dtype="auto", device_name="cpu", revision=None, trust_remote_code=False)
 
 
