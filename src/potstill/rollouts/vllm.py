@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,28 +26,6 @@ TEXTS, TOKENS, PROMPT = 4, 16, "The"  # of the check
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
-class Copy(Protocol):
-    """A vLLM with a copy of the student."""
-
-    dtype: torch.dtype | None  # None: not known
-    hint: str  # what to look at if the weights did not arrive
-
-    @property
-    def failures(self) -> int:
-        """Requests that failed and were sent again."""
-        ...
-
-    def write(
-        self, asked: Sequence[GenerationRequest], sampling: SamplingConfig, stop_ids: Sequence[int]
-    ) -> list[Completion]: ...
-
-    def load(self, version: int) -> None:
-        """Take the student's present weights."""
-        ...
-
-    def close(self) -> None: ...
-
-
 def open_vllm(
     student: LanguageModel,
     rollouts: RolloutsConfig,
@@ -61,7 +38,7 @@ def open_vllm(
 ) -> Engine:
     """The engine that the recipe asks for, with the student's present weights, compared."""
     check_sampling(rollouts.sampling)
-    copy: Copy
+    copy: VLLMProcess | VLLMServer
     if rollouts.engine.server is None:
         copy = VLLMProcess(student, rollouts.engine.options, max_length, folder)
     else:
@@ -74,7 +51,7 @@ class VLLMEngine:
 
     def __init__(
         self,
-        copy: Copy,
+        copy: VLLMProcess | VLLMServer,
         student: LanguageModel,
         sampling: SamplingConfig,
         stop_ids: Sequence[int],

@@ -33,7 +33,7 @@ GPU_MEMORY = 0.3  # of it, for vLLM's weights and cache; the training has the re
 class VLLMProcess:
     """vLLM's own engine runs in this process, so that tensors are handed over as they are."""
 
-    failures = 0
+    failures = 0  # requests that failed and were sent again
 
     def __init__(self, student: LanguageModel, options: Mapping[str, Any], max_length: int, folder: Path) -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -61,6 +61,7 @@ class VLLMProcess:
         self._params = vllm.SamplingParams
         self.dtype: torch.dtype | None = self.llm.llm_engine.model_config.dtype
         kind = student.model.config.model_type
+        # What to look at if the weights did not arrive
         self.hint = f"This vLLM cannot take over a {kind} in place: use rollouts.engine.kind transformers."
 
     def write(

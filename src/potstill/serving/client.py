@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from potstill.serving import protocol
 from potstill.serving.http import NO_SUCH_PATH, Answer, Connection, plain
 from potstill.types import DenseTarget, Example, PotstillError
 
-REQUEST_TOKENS = 2048  # documents that share a request
 TOKENIZER_BYTES = 256 * 2**20  # of its files; the largest known have 40 MB
 WIDEST = 2**16  # hidden states
 LONGEST = 2**40  # any other number of /version
@@ -31,31 +30,10 @@ WHAT = {"weights": "model", "dtype": "precision (dtype)", "tokenizer": "tokenize
 Given = Sequence[npt.NDArray[np.int32]]
 
 
-class Server(Protocol):
-    """A teacher behind an address."""
-
-    connection: Connection
-    tokenizer: Any
-    positions: int | None
-    identity: Identity
-    vocabulary: int
-    request_tokens: int  # of documents that share a request; 0: each has its own
-    probe: Sequence[float] | None  # as the Origin's
-    whole: bool  # gives hidden states, draws, likelihoods of any ids, and any temperature
-
-    def format(self, store: StoreConfig) -> Format: ...
-
-    def score(self, form: Format, examples: Sequence[Example], given: Given | None = None) -> Signal:
-        """Their rows, checked. On any thread."""
-        ...
-
-    def head(self, width: int) -> DenseTarget: ...
-
-
 class PotstillServer:
-    """A running `potstill serve`."""
+    """A running `potstill serve`. It has what `OpenAIServer` has."""
 
-    request_tokens = REQUEST_TOKENS
+    request_tokens = 2048  # of documents that share a request
     probe: Sequence[float] | None = None
     whole = True
 

@@ -53,10 +53,10 @@ class Row(NamedTuple):
 
 
 class OpenAIServer:
-    """A server with `/v1/completions`."""
+    """A server with `/v1/completions`. `score` gives the rows of documents, checked, on any thread."""
 
-    request_tokens = 0
-    whole = False
+    request_tokens = 0  # each document has a request of its own
+    whole = False  # no hidden states, draws or likelihoods of any ids, and one temperature
 
     def __init__(self, connection: Connection, config: TeacherConfig) -> None:
         self.connection = connection
@@ -73,7 +73,9 @@ class OpenAIServer:
         self._beyond = 0  # so many of the likeliest ids may not be the tokenizer's
         self._k = store.k if store.kind == "top_k" else 1
         self._first = self._probed()
-        self.probe: Sequence[float] | None = [round(row.own, 4) for row in self._first]
+        self.probe: Sequence[float] | None = [
+            round(row.own, 4) for row in self._first
+        ]  # tells the model from another of its name
         self._lock = threading.Lock()
         self._trust(connection.failures)
 

@@ -19,7 +19,7 @@ from potstill.cache.signal import signal_of
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.config.sections import fixed_value
 from potstill.models import LanguageModel, evaluating, same_tokenizer
-from potstill.serving.client import PotstillServer, Server, potstill_version
+from potstill.serving.client import PotstillServer, potstill_version
 from potstill.serving.http import Connection
 from potstill.serving.openai import OpenAIServer
 from potstill.teachers.cross_tokenizer import check_cross_tokenizer, cross_tokenizer_view
@@ -31,6 +31,7 @@ from potstill.teachers.teacher import Teacher
 from potstill.types import Batch, DenseTarget, Example, PotstillError, TopKTarget
 
 Given = Sequence[npt.NDArray[np.int32]]
+Server = PotstillServer | OpenAIServer
 
 
 def open_server(config: TeacherConfig, where: str) -> RemoteOrigin:
