@@ -9,10 +9,9 @@ import logging
 import math
 import sys
 import time
-import traceback
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -82,6 +81,11 @@ class Hold:
     def shrink(self, size: int) -> None:
         self.set(min(size, self.size))
 
+    def sent(self, size: int) -> None:
+        """So many bytes of its answer were handed to the connection."""
+        if self._connection is not None:
+            self._connection.sent += size
+
     def behind(self) -> float:
         return 0.0 if self._connection is None else self._connection.behind()
 
@@ -109,21 +113,6 @@ class Clients:
     cut_off: Counter[str] = field(default_factory=Counter)  # by what they did
 
 
-class Counted:
-    """A transport that knows how many bytes were written to it."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self.written = 0
-
-    def write(self, data: bytes) -> None:
-        self.written += len(data)
-        self._transport.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
 class Guarded(H11Protocol):
     """One connection. Its client is behind by the time that it is waited for, less what its bytes take at RATE; being ahead
     earns nothing: whoever sends much at once, and then a byte now and then, is behind like any other."""
@@ -131,9 +120,9 @@ class Guarded(H11Protocol):
     clients: ClassVar[Clients]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        counted = Counted(cast(asyncio.Transport, transport))
-        super().connection_made(cast(asyncio.Transport, counted))
-        self._counted, self._received, self._cut = counted, 0, False
+        super().connection_made(cast(asyncio.Transport, transport))
+        self.received = self.sent = 0  # bytes; `sent` counts what was handed to the transport
+        self._cut = False
         self._state: tuple[str, object] = ("idle", None)
         self._due, self._moved = self.loop.time(), 0  # when the client was not behind, and the bytes until then
         self.app_state = {**self.app_state, CONNECTION: self}  # of each request's scope
@@ -144,7 +133,7 @@ class Guarded(H11Protocol):
             self._make_room()
 
     def data_received(self, data: bytes) -> None:
-        self._received += len(data)
+        self.received += len(data)
         super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -163,7 +152,7 @@ class Guarded(H11Protocol):
     def _phase(self) -> str:
         """What the connection waits for: the client's request or reading, the model, or nothing."""
         if self.cycle is None or self.cycle.response_complete:
-            return "answer" if self._counted.get_write_buffer_size() else "idle"
+            return "answer" if self.transport.get_write_buffer_size() else "idle"
         if self.cycle.response_started:
             return "answer"
         return "request" if self.cycle.more_body else "work"
@@ -171,7 +160,7 @@ class Guarded(H11Protocol):
     def _note(self) -> tuple[str, float]:
         """The phase, and how many seconds the client is behind in it."""
         now, state = self.loop.time(), (self._phase(), self.cycle)
-        moved = self._received + self._counted.written - self._counted.get_write_buffer_size()
+        moved = self.received + self.sent - self.transport.get_write_buffer_size()
         self._due = min(now, self._due + (moved - self._moved) / RATE) if state == self._state else now
         self._state, self._moved = state, moved
         return state[0], now - self._due
@@ -237,9 +226,8 @@ class Sparse(logging.Handler):
             return
         self._kinds[kind] = (now, 0)
         text = plain(record.getMessage()) + (f" ({more} more of these before)" if more else "")
-        if record.exc_info and record.exc_info[1] is not None:
-            text += "\n" + "".join(traceback.format_exception(record.exc_info[1]))
-        print(text, file=sys.stderr, flush=True)
+        trace = f"\n{logging.Formatter().formatException(record.exc_info)}" if record.exc_info else ""
+        print(text + trace, file=sys.stderr, flush=True)
 
 
 def log_sparsely() -> None:

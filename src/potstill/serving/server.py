@@ -51,6 +51,7 @@ SHUTDOWN_SECONDS = 30  # for what is under way when the server is told to end
 READING = 4  # times its size that a request's body takes, until it is read
 HEADER = 24  # times its size that its header does
 DOCUMENT_BYTES = 1024  # that a document takes besides its arrays
+CODES = {ValueError: 400, PotstillError: 400, TooLarge: 413, Busy: 503}  # of a question that is not answered
 PIECE = 256 * 2**10  # bytes of an answer that are handed to its connection at once
 OTHER_FILES = 128  # that a process has open besides its connections
 
@@ -155,8 +156,7 @@ class Service:
         own = socket.gethostname().lower()
         self._hosts = {"localhost", own, own.partition(".")[0], options.host.lower()} - {""}
         self._hosts |= {name.lower().rstrip(".") for name in options.allowed_hosts}
-        found = asdict(identity)
-        self._headers = {header: str(found[part]) for part, header in protocol.HEADERS.items()}
+        self._headers = {header: str(asdict(identity)[part]) for part, header in protocol.HEADERS.items()}
         self._made: dict[str, bytes | mmap.mmap] = {}  # by what was asked for: the same for all
         self._making = asyncio.Lock()
         self.answers: Counter[str] = Counter()  # by status code
@@ -182,8 +182,8 @@ class Service:
         return _error(401, f"this server wants a bearer token, and {what}")
 
     async def health(self, request: Request, hold: Hold) -> Response:
-        alive = self.scorer.alive
-        return JSONResponse({"status": "ok"}) if alive else _error(500, "the thread that runs the model has ended")
+        gone = _error(500, "the thread that runs the model has ended")
+        return JSONResponse({"status": "ok"}) if self.scorer.alive else gone
 
     async def version(self, request: Request, hold: Hold) -> Response:
         teacher = self.scorer.teacher
@@ -233,12 +233,8 @@ class Service:
         begin = time.perf_counter()
         try:
             answer = await self._scored(request, await self._question(request, hold), hold)
-        except (ValueError, PotstillError) as error:
-            return _error(400, str(error))
-        except TooLarge as error:
-            return _error(413, str(error))
-        except Busy as error:
-            return _error(503, str(error))
+        except tuple(CODES) as error:
+            return _error(next(code for kind, code in CODES.items() if isinstance(error, kind)), str(error))
         self._seconds += time.perf_counter() - begin
         return answer
 
@@ -372,12 +368,17 @@ class Endpoint:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
+
+        async def counted(message: Any) -> None:
+            hold.sent(len(message.get("body", b"")))
+            await send(message)
+
         with Hold(self._service.budget, scope.get("state", {}).get(CONNECTION)) as hold:
             answer = None if self._free else self._service.refused(request)
             try:
                 answer = answer or await self._handler(request, hold)
                 self._service.answers[str(answer.status_code)] += 1
-                await answer(scope, receive, send)
+                await answer(scope, receive, counted)
             except ClientDisconnect:  # its connection has told of it
                 self._service.answers["499"] += 1
 
