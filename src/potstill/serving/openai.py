@@ -149,8 +149,7 @@ class OpenAIServer:
     def score(self, form: Format, examples: Sequence[Example], given: Given | None = None) -> Signal:
         assert given is None
         parts = [self._document(form, example) for example in examples]
-        if self._doubtful():
-            self._look_again()
+        self._look_again()
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _document(self, form: Format, example: Example) -> Signal:
@@ -308,18 +307,15 @@ class OpenAIServer:
 
     def _first_rows(self, ids: list[int]) -> list[Row]:
         """By `prompt_logprobs`, or else by `echo`; one for each token but the first."""
-        k, places = max(self._k, COMPARED), range(1, len(ids))
-        try:
-            return self._rows(ids, k, places)
-        except (Refused, Ignored) as first:
-            if self._echo:
-                raise
-            self._echo = True
+        problem: PotstillError | None = None
+        for self._echo in dict.fromkeys((self._echo, True)):
             try:
-                return self._rows(ids, k, places)
-            except (Refused, Ignored) as second:
+                return self._rows(ids, max(self._k, COMPARED), range(1, len(ids)))
+            except (Refused, Ignored) as error:
                 # Whoever knows prompt_logprobs and refuses them says why.
-                raise first if isinstance(first, Refused) else second from None
+                problem = problem if isinstance(problem, Refused) else error
+        assert problem is not None
+        raise problem
 
     def _next_token(self, ids: list[int]) -> dict[str, float]:
         """The likeliest next tokens, as the server names them when it writes."""
@@ -335,21 +331,17 @@ class OpenAIServer:
     def _trust(self, failures: int) -> None:
         self._trusted = (failures, self.connection.opened, time.monotonic())
 
-    def _doubtful(self) -> bool:
-        """It failed; or it was connected to anew after a while, in which it may have been started again unseen."""
-        failures, opened, since = self._trusted
-        late = time.monotonic() - since > UNSEEN_SECONDS
-        return self.connection.failures != failures or (late and self.connection.opened != opened)
-
     def _look_again(self) -> None:
-        """After the server was away: it must have the same model, and still be trusted."""
+        """If it failed, or was connected to anew after a while, in which it may have been started again unseen: it must have the
+        same model, and still be trusted."""
         with self._lock:
-            if not self._doubtful():
+            before, opened, since = self._trusted
+            failures, late = self.connection.failures, time.monotonic() - since > UNSEEN_SECONDS
+            if failures == before and not (late and self.connection.opened != opened):
                 return
-            failures = self.connection.failures
             name, _ = self._model(self._name)
-            before, now = (np.array([row.own for row in rows]) for rows in (self._first, self._probed()))
-            if name != self._name or float(np.abs(before - now).mean()) > CLOSE:
+            first, now = (np.array([row.own for row in rows]) for rows in (self._first, self._probed()))
+            if name != self._name or float(np.abs(first - now).mean()) > CLOSE:
                 raise self.connection.error(
                     f"it now serves another model than when the run began, though it is called {name} too: start the one it "
                     "had again, or begin another run"
