@@ -308,7 +308,8 @@ class OpenAIServer:
     def _first_rows(self, ids: list[int]) -> list[Row]:
         """By `prompt_logprobs`, or else by `echo`; one for each token but the first."""
         problem: PotstillError | None = None
-        for self._echo in dict.fromkeys((self._echo, True)):
+        for echo in dict.fromkeys((self._echo, True)):
+            self._echo = echo
             try:
                 return self._rows(ids, max(self._k, COMPARED), range(1, len(ids)))
             except (Refused, Ignored) as error:
@@ -332,7 +333,7 @@ class OpenAIServer:
         self._trusted = (failures, self.connection.opened, time.monotonic())
 
     def _look_again(self) -> None:
-        """If it failed, or was connected to anew after a while, in which it may have been started again unseen: it must have the
+        """After a failure, or a new connection after a while, in which it may have been started again unseen: it must have the
         same model, and still be trusted."""
         with self._lock:
             before, opened, since = self._trusted
