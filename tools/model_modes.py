@@ -29,7 +29,7 @@ from potstill.rollouts.transformers import TransformersEngine
 from potstill.teachers.live import live_teacher
 from potstill.training.loop import train
 from potstill.training.run import Callback, Run
-from potstill.training.student import LossKnobs, StudentLoss
+from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import Batch, Example
 
 CPU = torch.device("cpu")
@@ -38,8 +38,8 @@ LEARNER = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
 }  # fmt: skip
-PLAIN = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 0.0, 1.0)  # cross-entropy
-DISTIL = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
+PLAIN = LossSettings("forward_kl", 0.5, 0.1, 1.0, 0.0, 1.0)  # cross-entropy
+DISTIL = LossSettings("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
 EXACT = 1e-3  # of a loss, and of the largest gradient of a tensor, in float32
 
 
@@ -222,7 +222,7 @@ def _own_loss(model: Any, text: Example) -> Tensor:
     return F.cross_entropy(logits[wanted], _ids(text)[0, 1:][wanted], reduction="sum")
 
 
-def _step(module: StudentLoss, batch: Batch, targets: Any, knobs: LossKnobs) -> tuple[Tensor, dict[str, Tensor]]:
+def _step(module: StudentLoss, batch: Batch, targets: Any, knobs: LossSettings) -> tuple[Tensor, dict[str, Tensor]]:
     loss, _ = module(batch, targets, float(batch.supervised_tokens), knobs)
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in module.model.named_parameters() if p.grad is not None}

@@ -24,7 +24,7 @@ from potstill.cli.main import app
 from potstill.cli.unforeseen import Unforeseen, explain, traces_in
 from potstill.config import Recipe
 from potstill.extras import EXTRAS, lacking
-from potstill.training.metrics import Wandb
+from potstill.training.logging import Wandb
 from potstill.types import PotstillError
 
 pytestmark = pytest.mark.e2e

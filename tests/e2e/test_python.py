@@ -17,6 +17,7 @@ import potstill
 from potstill.config.recipe import load_recipe
 from potstill.shipped import locate
 from potstill.training import loop
+from potstill.training.metrics import peak_memory_bytes
 from potstill.training.run import Callback, Run
 
 pytestmark = pytest.mark.e2e
@@ -231,6 +232,15 @@ def test_what_a_step_tells(runs: TinyRuns) -> None:
     events = list((run.folder / "tensorboard").glob("events.out.tfevents.*"))
     assert len(events) == 1 and events[0].stat().st_size > 500
     assert json.loads((run.checkpoint / "progress.json").read_text())["tokens"] == second["tokens"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process cannot be forgotten here")
+def test_the_peak_memory_is_the_runs_and_not_the_processs(runs: TinyRuns) -> None:
+    block = torch.ones(1 << 27)  # 512 MB, before the run
+    peak = peak_memory_bytes(block.device)
+    del block
+    (step,) = lines(potstill.train(runs.recipe("run", "train.steps=1")).folder / "metrics.jsonl")
+    assert 50_000_000 < step["peak_memory_bytes"] < peak - (300 << 20)
 
 
 def test_a_callback_stops_a_run_which_then_goes_on(runs: TinyRuns) -> None:

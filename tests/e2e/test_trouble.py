@@ -15,7 +15,7 @@ from tiny_runs import InterruptAt, Interrupted, TinyRuns, assert_same_run, lines
 import potstill
 from potstill.shipped import locate
 from potstill.training import loop
-from potstill.training.metrics import Display
+from potstill.training.logging import Display
 from potstill.training.run import Callback, Run
 
 pytestmark = pytest.mark.e2e

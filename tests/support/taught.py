@@ -16,9 +16,9 @@ from potstill.teachers.cross_tokenizer import cross_tokenizer_view
 from potstill.teachers.live import LiveModel
 from potstill.teachers.reading import TeacherReader
 from potstill.teachers.teacher import Teacher
-from potstill.training.student import LossKnobs, StudentLoss
+from potstill.training.student import LossSettings, StudentLoss
 
-KD = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
+KD = LossSettings("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
 WORDS = ["union", "people", "congress", "peace", "treasury", "nation", "year", "duty", "law", "commerce"]
 
 
@@ -60,7 +60,7 @@ def batches_of(data: DataConfig, student: LanguageModel, seed: int = 0, rows: in
     return [batch for window in windows for batch in window.batches]
 
 
-def step(student: LanguageModel, batches, targets, knobs: LossKnobs = KD):
+def step(student: LanguageModel, batches, targets, knobs: LossSettings = KD):
     """Loss, and gradients of every parameter, of one optimizer step over the batches."""
     module = StudentLoss(student)
     module.zero_grad()

@@ -24,7 +24,7 @@ from potstill.files import (
     remove_unfinished,
 )
 from potstill.text.tokens import write_arrays
-from potstill.training.metrics import keep_until
+from potstill.training.logging import keep_until
 from potstill.types import PotstillError
 
 
@@ -163,13 +163,13 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 def test_logs_that_are_links_are_refused(tmp_path: Path) -> None:
     log, target = tmp_path / "metrics.jsonl", tmp_path / "not-yet"
     log.symlink_to(target)
-    for what in (lambda: keep_until(log, 0, print), lambda: open_log(log)):
+    for what in (lambda: keep_until(tmp_path, 0, print), lambda: open_log(log)):
         with pytest.raises(PotstillError, match=r"metrics\.jsonl is a link|could not write .*metrics\.jsonl"):
             what()
     log.unlink()
     (tmp_path / "metrics.jsonl.damaged").symlink_to(target)
     with pytest.raises(PotstillError, match=r"metrics\.jsonl\.damaged is a link"):
-        keep_until(log, 0, print)
+        keep_until(tmp_path, 0, print)
     assert not target.exists()
     with open_log(log) as file:
         file.write("a line\n")

@@ -48,7 +48,8 @@ def quickstart(out: Path, seed: int = 0, steps: int = 400) -> dict[str, dict[str
             raise SystemExit(runs[name].exit_code)
         results[name] = runs[name].evaluation or {}
     results["teacher"] = _of_teacher(distil)
-    page = write_report([run.folder for run in runs.values()], out / "report.html")
+    others = {name: results[name] for name in ("before", "teacher")}
+    page = write_report([run.folder for run in runs.values()], out / "report.html", others)
 
     console.rule("result")
     console.print(_table(results))

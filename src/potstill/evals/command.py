@@ -48,6 +48,7 @@ def evaluate_model(
     as_json: bool,
 ) -> dict[str, Any]:
     """Evaluate, print, and give back the numbers."""
+    console = Console(stderr=as_json, soft_wrap=True)
     with in_words_of_options(True):
         keys = {"sources": [source], "max_length": max_length or 1024, "piece_bytes": piece_bytes, "packing": packing}
         data = checked(DataConfig, keys, "--data")
@@ -55,26 +56,33 @@ def evaluate_model(
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | ({"dtype": dtype} if dtype else {})
         student = load_student(StudentConfig(model=model, revision=revision, **options), device, seed=0, key="MODEL")
         opened = None if teacher is None else _opened(teacher, student, options, token_env, device)
-        models: list[tuple[str, Any]] = [(model, student)]
-        if isinstance(opened, Teacher):
-            models.append((opened.name, opened.source.language_model))
-        readers = [*(one for _, one in models), *([opened] if isinstance(opened, RemoteOrigin) else [])]
+        models = {model: student} | ({opened.name: opened.source.language_model} if isinstance(opened, Teacher) else {})
+        readers: list[LanguageModel | RemoteOrigin] = [
+            *models.values(),
+            *([opened] if isinstance(opened, RemoteOrigin) else []),
+        ]
         if max_length is None:
             length = min([1024, *(reader.positions for reader in readers if reader.positions)])
             data = data.model_copy(update={"max_length": length})
-        for who, language_model in models:
+        for who, language_model in models.items():
             check_fit(data, "--data", who, language_model)
-        reference = _reference(teacher, opened, student, data, batch_size, examples)
-        console = Console(stderr=as_json, soft_wrap=True)
-        if reference is not None and reference.note:
+        if isinstance(opened, Path):
+            sizes: dict[str, Any] = {"batch_size": batch_size, "limit": examples}
+            reference = in_cache(opened, student, data, **sizes, where="--teacher", key="--data")
+        elif isinstance(opened, RemoteOrigin):
+            config = TeacherConfig(server=teacher)
+            reference = behind_server(config, opened, student, data, "--teacher", "--data", exact=True)
+        else:
+            reference = Reference(opened)
+        if reference.note:
             console.print(reference.note, style="yellow", highlight=False, markup=False)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("evaluating", total=None)
             batches = evaluation_batches(data, student, batch_size, examples, "--data")
-            against = None if reference is None else reference.teacher
-            asked = None if reference is None else reference.batches
             advance = lambda rows: bar.advance(task, rows)  # noqa: E731
-            result = evaluate(student, against, batches, device, advance, asked=asked, key="--data")
+            result = evaluate(
+                student, reference.teacher, batches, device, advance, asked=reference.batches, key="--data"
+            )
     result["samples"] = complete(student, prompts, max_new_tokens)
     print(json.dumps(result, ensure_ascii=False)) if as_json else show(console, result)
     return result
@@ -85,31 +93,14 @@ def _opened(
 ) -> Teacher[LiveModel] | RemoteOrigin | Path:
     """A model, a server, or the folder of a cache."""
     if teacher.startswith(("http://", "https://")):
-        if "dtype" in options:
-            options = {key: value for key, value in options.items() if key != "dtype"}  # the server has its own
+        keys = {"server": teacher, "trust_remote_code": options["trust_remote_code"]}  # the dtype is the server's own
         remote = {"remote": {"api_key_env": token_env}} if token_env else {}
-        return open_server(checked(TeacherConfig, {"server": teacher, **options, **remote}, "--teacher"), "--teacher")
+        return open_server(checked(TeacherConfig, keys | remote, "--teacher"), "--teacher")
     if token_env is not None:
         raise PotstillError(f"--token-env goes with a server, and {teacher} is none: leave it out")
     if (Path(teacher) / MANIFEST).exists():
         return Path(teacher)
     return open_live(TeacherConfig(model=teacher, **options), student, device, "--teacher", "--teacher")
-
-
-def _reference(
-    teacher: str | None,
-    opened: Teacher[LiveModel] | RemoteOrigin | Path | None,
-    student: LanguageModel,
-    data: DataConfig,
-    batch_size: int,
-    examples: int | None,
-) -> Reference | None:
-    if isinstance(opened, Path):
-        return in_cache(opened, student, data, batch_size=batch_size, limit=examples, where="--teacher", key="--data")
-    if isinstance(opened, RemoteOrigin):
-        config = TeacherConfig(server=teacher)
-        return behind_server(config, opened, student, data, "--teacher", "--data", exact=True)
-    return None if opened is None else Reference(opened)
 
 
 def source_of(data: Sequence[str], **columns: Any) -> dict[str, Any]:

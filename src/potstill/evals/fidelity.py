@@ -113,12 +113,17 @@ def _expected_calibration_error(bins: Tensor) -> float:
 
 
 def evaluation_batches(
-    data: DataConfig, student: LanguageModel, batch_size: int, limit: int | None, key: str = "eval.data"
+    data: DataConfig,
+    student: LanguageModel,
+    batch_size: int,
+    limit: int | None,
+    key: str = "eval.data",
+    *,
+    as_trained: bool = False,
 ) -> Iterator[Batch]:
-    """Held-out text in order, once."""
-    data = data.model_copy(update={"shuffle": False})
-    windows = StepBatches(
-        data,
+    """Held-out text in order, once: every byte of it or, `as_trained`, cut at max_length."""
+    steps = StepBatches(
+        data.model_copy(update={"shuffle": False}),
         student.tokenizer,
         batch_size=batch_size,
         micro_batch_size=batch_size,
@@ -126,9 +131,9 @@ def evaluation_batches(
         epochs=1,
         limit=limit,
         key=key,
-        evaluation=True,
+        evaluation=not as_trained,
     )
-    return (batch for window in windows for batch in window.batches)
+    return (batch for step in steps for batch in step.batches)
 
 
 @torch.no_grad()

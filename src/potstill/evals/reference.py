@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from rich.console import Console
 from potstill.cache.reader import CacheReader
 from potstill.cache.reading import as_cached
 from potstill.cache.store import Cache
-from potstill.config import DataConfig, EvalConfig, LossConfig, TeacherConfig
-from potstill.data import StepBatches, without
-from potstill.evals.fidelity import evaluate
+from potstill.config import DataConfig, EvalConfig, LossConfig, Recipe, TeacherConfig
+from potstill.data import without
+from potstill.evals.fidelity import complete, evaluate, evaluation_batches
+from potstill.evals.on_policy import OnPolicyEval
 from potstill.models import LanguageModel, difference
 from potstill.teachers.open import TeacherSet
 from potstill.teachers.remote import RemoteOrigin, open_remote
@@ -30,53 +32,83 @@ from potstill.types import Teacher as AnyTeacher
 class Reference:
     """A teacher, and the text that it is asked about where that is not the one that is scored."""
 
-    teacher: AnyTeacher
+    teacher: AnyTeacher | None = None  # None: there is none
     batches: Sequence[Batch] | None = None
     note: str | None = None  # what is worth a word
     away: bool = False  # it may be: a server
 
 
+class RunEvaluation:
+    """The evaluations of a run, all on the same text."""
+
+    def __init__(self, recipe: Recipe, student: LanguageModel, teacher_set: TeacherSet, device: torch.device) -> None:
+        config = recipe.eval
+        self._config, self._student, self._device = config, student, device
+        self._reference = reference_of(recipe.teachers, teacher_set, student, config)
+        self.notes = [self._reference.note] if self._reference.note else []
+        self._on_policy: OnPolicyEval | None = None
+        if config is not None and config.on_policy_samples:
+            if not teacher_set.live:
+                raise PotstillError(
+                    "eval.on_policy_samples needs a live teacher (model) with the student's tokenizer to be compared with: set "
+                    "it to 0"
+                )
+            self._on_policy = OnPolicyEval(student, teacher_set.live[0], config, recipe.rollouts)
+            self.notes += self._on_policy.notes
+
+    @cached_property
+    def _batches(self) -> list[Batch]:
+        assert self._config is not None
+        config = self._config
+        return list(evaluation_batches(config.data, self._student, config.batch_size, config.examples))
+
+    def __call__(self, interrupted: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """`interrupted`: whether to stop waiting for the teacher (StoppedWaiting)."""
+        assert self._config is not None
+        result = measured_against(self._reference, self._student, self._batches, self._device, interrupted)
+        if self._on_policy is not None:
+            result |= self._on_policy()
+        samples = complete(self._student, self._config.prompts, self._config.max_new_tokens)
+        return {**result, "samples": samples}
+
+
 def measured_against(
-    reference: Reference | None,
+    reference: Reference,
     student: LanguageModel,
     batches: Sequence[Batch],
     device: torch.device,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """The student's evaluation within a run, which a server that stays away does not end: then there is no KL, and a word."""
-    if reference is None:
-        return evaluate(student, None, batches, device)
+    teacher, asked = reference.teacher, reference.batches
     try:
-        return evaluate(student, reference.teacher, batches, device, asked=reference.batches, interrupted=interrupted)
+        return evaluate(student, teacher, batches, device, asked=asked, interrupted=interrupted)
     except PotstillError as error:
         if not reference.away:
             raise
-        Console(soft_wrap=True).print(
-            f"this evaluation has no KL: {error}", style="yellow", highlight=False, markup=False
-        )
-        return evaluate(student, None, batches, device)
+        said = f"this evaluation has no KL: {error}"
+        Console(soft_wrap=True).print(said, style="yellow", highlight=False, markup=False)
+    return evaluate(student, None, batches, device)
 
 
 def reference_of(
     configs: Sequence[TeacherConfig], teacher_set: TeacherSet, student: LanguageModel, evaluation: EvalConfig | None
-) -> tuple[Reference | None, list[str]]:
-    """Of a run: its first model in the process with the student's tokenizer, else its first teacher. And notes."""
+) -> Reference:
+    """Of a run: its first model in the process with the student's tokenizer, else its first teacher."""
     if evaluation is None or not configs:
-        return None, []
+        return Reference()
     if teacher_set.live:
-        return Reference(teacher_set.live[0]), []
-    config, data = configs[0], evaluation.data
+        return Reference(teacher_set.live[0])
+    config, data, writer = configs[0], evaluation.data, teacher_set.writer
     try:
-        found = None
-        if isinstance(teacher_set.writer, RemoteOrigin):
-            if difference(student.tokenizer, teacher_set.writer.tokenizer) is None:
-                found = behind_server(config, teacher_set.writer, student, data, "teachers[0]", "eval.data")
-        elif config.cache is not None:
-            size, limit = evaluation.batch_size, evaluation.examples
-            found = in_cache(Path(config.cache), student, data, batch_size=size, limit=limit, where="teachers[0].cache")
+        if isinstance(writer, RemoteOrigin) and difference(student.tokenizer, writer.tokenizer) is None:
+            return behind_server(config, writer, student, data, "teachers[0]", "eval.data")
+        if config.cache is not None and not isinstance(writer, RemoteOrigin):
+            sizes: dict[str, Any] = {"batch_size": evaluation.batch_size, "limit": evaluation.examples}
+            return in_cache(Path(config.cache), student, data, **sizes, where="teachers[0].cache")
     except PotstillError as error:
-        return None, [f"evaluations have no KL: {error}"]
-    return found, [found.note] if found is not None and found.note else []
+        return Reference(note=f"evaluations have no KL: {error}")
+    return Reference()
 
 
 def behind_server(
@@ -113,31 +145,21 @@ def in_cache(
 ) -> Reference:
     """What it holds of the text, read as in training: in the cache's own pieces, up to max_length."""
     cache = Cache(folder)
-    data = as_cached(data, cache.manifest).model_copy(update={"shuffle": False})
+    data = as_cached(data, cache.manifest)
     width, temperature = check_cache(cache, student, data, LossConfig(), where)
     source = StoredSignal(CacheReader(cache, skip_missing=True), width, temperature)
     teacher = Teacher(source, SameTokenizerView(), str(folder))
-    windows = StepBatches(
-        data,
-        student.tokenizer,
-        batch_size=batch_size,
-        micro_batch_size=batch_size,
-        seed=0,
-        epochs=1,
-        limit=limit,
-        key=key,
-    )
     batches: list[Batch] = []
-    examples = lacking = 0
-    for batch in (batch for window in windows for batch in window.batches):
-        lacks = teacher.missing(batch)
-        examples, lacking = examples + len(batch.examples), lacking + len(lacks)
-        if len(lacks) < len(batch.examples):
-            batches.append(without(batch, lacks) if lacks else batch)
+    examples = missing = 0
+    for batch in evaluation_batches(data, student, batch_size, limit, key, as_trained=True):
+        absent = teacher.missing(batch)
+        examples, missing = examples + len(batch.examples), missing + len(absent)
+        if len(absent) < len(batch.examples):
+            batches.append(without(batch, absent) if absent else batch)
     if not batches:
         raise PotstillError(
             f"{where}: the cache has none of the {examples:,} held-out examples; add them with `potstill cache build`, in "
             f"pieces of {cache.manifest['piece_bytes']:,} bytes as the rest of it is"
         )
-    note = f"{where}: the cache has {examples - lacking:,} of {examples:,} held-out examples, and KL is of these"
-    return Reference(teacher, batches, note if lacking else None)
+    note = f"{where}: the cache has {examples - missing:,} of {examples:,} held-out examples, and KL is of these"
+    return Reference(teacher, batches, note if missing else None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,25 +15,8 @@ import numpy.typing as npt
 
 from potstill.config.recipe import read_keys
 from potstill.files import json_lines
+from potstill.report.panels import CROSS_TOKENIZER, KEYS
 from potstill.types import PotstillError
-
-# What a step and an evaluation write. Anything but a number or null under these keys is a damaged line; under other keys
-# only numbers are looked at.
-STEP_KEYS = frozenset(
-    {
-        "loss", "kd", "ce", "kl", "teacher_entropy", "student_entropy", "agreement", "grad_norm", "lr",
-        "temperature", "kd_weight", "ce_weight", "tokens", "tokens_per_second", "seconds_data", "seconds_teacher",
-        "seconds_student", "seconds_optimizer", "peak_memory_bytes", "epoch",
-        "sampling_logprob_gap", "rollout_length", "completions_ended", "completions_clipped", "rollout_distinct_2",
-        "rollout_distinct_3", "rollout_staleness", "rollout_tokens_per_second", "spelled_kl", "spelled_agreement",
-    }
-)  # fmt: skip
-EVAL_KEYS = frozenset(
-    {"bits_per_byte", "perplexity", "kl", "agreement", "ece", "tokens", "bytes", "on_policy_reverse_kl"}
-)
-# With a teacher of other tokens these are taken of what it says spelled in the student's, which is another measure than the
-# other runs' and than an evaluation's.
-SPELLED = {"kl": "spelled_kl", "agreement": "spelled_agreement"}
 
 
 @dataclass(frozen=True)
@@ -46,21 +29,21 @@ class Log:
     replaced: int  # lines of steps that were taken again after a resume
     unreadable: tuple[int, ...]  # numbers of damaged and torn lines, which are left out
 
-    def last(self, key: str) -> float | None:
-        """The value at the last step: NaN if it was not finite, None if there is none."""
+    def at(self, key: str, place: int) -> float | None:
+        """The value in a line: NaN if it was not finite, None if there is none."""
         if key not in self.columns or not len(self.steps):
             return None
-        value = float(self.columns[key][-1])
-        return None if math.isnan(value) and self.steps[-1] not in self.odd.get(key, ()) else value
+        value = float(self.columns[key][place])
+        return None if math.isnan(value) and self.steps[place] not in self.odd.get(key, ()) else value
+
+    def last(self, key: str) -> float | None:
+        return self.at(key, -1)
 
     def total(self, key: str) -> float:
         return float(np.nansum(self.columns[key])) if key in self.columns else 0.0
 
 
-@dataclass(frozen=True)
-class Sample:
-    prompt: str
-    text: str
+Samples = list[tuple[str, str]]  # prompts and texts
 
 
 @dataclass(frozen=True)
@@ -71,8 +54,12 @@ class Run:
     recipe: dict[str, Any]
     metrics: Log
     evals: Log
-    samples: tuple[Sample, ...]  # of the last evaluation that has some
+    samples: Samples  # of the last evaluation that has some
     samples_step: int | None
+
+    @property
+    def logs(self) -> tuple[tuple[Log, str], ...]:
+        return (self.metrics, "metrics.jsonl"), (self.evals, "evals.jsonl")
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -108,15 +95,12 @@ def _read_run(folder: Path, label: str) -> Run:
             f"{folder} is not a run, it has no recipe.yaml: name the folder that `potstill train` wrote"
         )
     text, recipe = read_keys(recipe_file)
-    metrics, _ = _read_log(folder / "metrics.jsonl", STEP_KEYS)
-    evals, samples = _read_log(folder / "evals.jsonl", EVAL_KEYS)
-    metrics = _spelled(metrics, evals)
-    return Run(
-        label, folder, text, recipe, metrics, evals, samples[1] if samples else (), samples[0] if samples else None
-    )
+    metrics, _, _ = _read_log(folder / "metrics.jsonl", KEYS["metrics"])
+    evals, samples, samples_step = _read_log(folder / "evals.jsonl", KEYS["evals"])
+    return Run(label, folder, text, recipe, _named(metrics, evals), evals, samples, samples_step)
 
 
-def _spelled(metrics: Log, evals: Log) -> Log:
+def _named(metrics: Log, evals: Log) -> Log:
     """With the names of what they are, where the teacher that the student is compared with has other tokens: some are aligned,
     and no evaluation knows its KL."""
     known = evals.columns.get("kl")
@@ -124,54 +108,46 @@ def _spelled(metrics: Log, evals: Log) -> Log:
         return metrics
     return replace(
         metrics,
-        columns={SPELLED.get(key, key): values for key, values in metrics.columns.items()},
-        odd={SPELLED.get(key, key): steps for key, steps in metrics.odd.items()},
+        columns={CROSS_TOKENIZER.get(key, key): values for key, values in metrics.columns.items()},
+        odd={CROSS_TOKENIZER.get(key, key): steps for key, steps in metrics.odd.items()},
     )
 
 
-def _read_log(path: Path, numeric: frozenset[str]) -> tuple[Log, tuple[int, tuple[Sample, ...]] | None]:
+def _read_log(path: Path, numeric: set[str]) -> tuple[Log, Samples, int | None]:
     """The file as columns, and the last samples in it with their step. A file that is not there is an empty one."""
     steps = array("q")
     columns: dict[str, array[float]] = {}
-    samples: tuple[int, tuple[Sample, ...]] | None = None
+    samples: Samples = []
+    samples_step: int | None = None
     unreadable: list[int] = []
     for number, (_, record) in enumerate(json_lines(path), 1):
+        numbers = {key: value for key, value in (record or {}).items() if value is None or type(value) in (int, float)}
         written = None if record is None else _samples(record.get("samples") or [])
-        if record is None or written is None or not _numeric(record, numeric):
+        if record is None or written is None or any(key in numeric for key in record.keys() - numbers.keys()):
             unreadable.append(number)
             continue
-        step = record.pop("step")
+        step = numbers.pop("step")
         if written:
-            samples = (step, written)
-        for key, value in record.items():
-            if _is_number(value):
-                column = columns.setdefault(key, array("d"))
-                column.extend([math.nan] * (len(steps) - len(column)))
-                column.append(math.nan if value is None else _real(value))
+            samples, samples_step = written, step
+        for key, value in numbers.items():
+            column = columns.setdefault(key, array("d"))
+            column.extend([math.nan] * (len(steps) - len(column)))
+            column.append(math.nan if value is None else _real(value))
         steps.append(step)
     for column in columns.values():
         column.extend([math.nan] * (len(steps) - len(column)))
-    return _log(steps, columns, tuple(unreadable)), samples
+    return _log(np.array(steps, np.int64), columns, tuple(unreadable)), samples, samples_step
 
 
-def _numeric(record: Mapping[str, Any], keys: frozenset[str]) -> bool:
-    return all(_is_number(value) for key, value in record.items() if key in keys)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or type(value) in (int, float)
-
-
-def _log(steps: array[int], columns: dict[str, array[float]], unreadable: tuple[int, ...]) -> Log:
-    at = np.frombuffer(steps, dtype=np.int64) if steps else np.zeros(0, np.int64)
+def _log(at: npt.NDArray[np.int64], columns: dict[str, array[float]], unreadable: tuple[int, ...]) -> Log:
     # A step that comes again was taken again after a resume, and so was all that followed it: a line stands if every
     # later line is of a later step.
     later = np.minimum.accumulate(at[::-1])[::-1][1:]
-    stands = np.append(at[:-1] < later, True) if len(at) else np.zeros(0, bool)
+    stands = np.append(at[:-1] < later, True)[: len(at)]
     kept: dict[str, npt.NDArray[np.float64]] = {}
     odd: dict[str, npt.NDArray[np.int64]] = {}
     for key, column in columns.items():
-        values = np.frombuffer(column, dtype=np.float64)[stands]
+        values = np.array(column)[stands]
         strange = np.isinf(values)
         if strange.any():
             odd[key] = at[stands][strange]
@@ -187,10 +163,10 @@ def _real(value: int | float) -> float:
         return math.inf
 
 
-def _samples(value: Any) -> tuple[Sample, ...] | None:
+def _samples(value: Any) -> Samples | None:
     """None if they are no list of prompts and texts."""
     try:
-        found = tuple(Sample(each["prompt"], each["text"]) for each in value)
+        found = [(each["prompt"], each["text"]) for each in value]
     except (TypeError, KeyError):
         return None
-    return found if all(isinstance(s.prompt, str) and isinstance(s.text, str) for s in found) else None
+    return found if all(isinstance(part, str) for sample in found for part in sample) else None

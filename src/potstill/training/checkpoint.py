@@ -1,4 +1,4 @@
-"""Checkpoints: the student in Hugging Face format beside what training needs to go on exactly where it was.
+"""Checkpoints: the student in Hugging Face format beside what training needs to resume exactly where it was.
 
 step-00000400/
   model/         the student, as `from_pretrained` loads it, with its tokenizer
@@ -14,77 +14,53 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING
 
 from potstill.files import damage, new_folder, point, remove_folder, remove_unfinished, write_text
-from potstill.models import LanguageModel
+from potstill.training.diagnosis import refuse_broken_weights
+from potstill.training.run import Callback, Progress, Run
 from potstill.training.state import save_state
 from potstill.types import PotstillError
 
+if TYPE_CHECKING:
+    from potstill.training.feed import Feed
+    from potstill.training.setup import Parts
 
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands: all that is needed, besides weights and optimizer, to go on."""
-
-    step: int  # optimizer steps taken
-    tokens: int  # supervised tokens so far
-    data: dict[str, Any] | None  # the data iterator's position
-    counts: dict[str, int]
-    total_steps: int
-    best_step: int | None
-    best_bits_per_byte: float | None
-    kd_scale: float = 1.0  # as Run has it
-    teachers: list[str | None] = field(default_factory=list)  # fingerprints of those behind servers
+FIELDS = [each.name for each in fields(Progress)]
 
 
-def saved_steps(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest first."""
-    return sorted(folder.glob("step-????????"))
-
-
+@dataclass
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, keep: int, warn: Callable[[str], None]) -> None:
-        self.folder = folder
-        self.keep = keep
-        self._warn = warn
-        self._said: set[str] = set()
+    folder: Path
+    keep: int
+    warn: Callable[[str], None]
+    _warned: set[str] = field(default_factory=set)
 
     def prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in remove_unfinished(self.folder):
-            self._warn(f"{left}, which an earlier process left, cannot be removed")
+            self.warn(f"{left}, which an earlier process left, cannot be removed")
 
     def at(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
     def all(self) -> list[Path]:
         """Oldest first."""
-        return saved_steps(self.folder)
+        return sorted(self.folder.glob("step-????????"))
 
-    def save(
-        self,
-        progress: Progress,
-        student: LanguageModel,
-        module: nn.Module,
-        optimizers: list[Optimizer],
-        beside_them: Callable[[Path], None] = lambda folder: None,
-    ) -> Path:
-        """`beside_them`: puts what else a run needs into the folder."""
-        path = self.at(progress.step)
+    def save(self, run: Run, parts: Parts, feed: Feed) -> Path:
+        path = self.at(run.step)
         with new_folder(path) as beside:
-            student.save(beside / "model")
-            save_state(beside / "state", beside / "model", module, optimizers)
-            beside_them(beside)
-            write_text(beside / "progress.json", json.dumps(asdict(progress)))
-        self._settle(progress)
+            parts.student.save(beside / "model")
+            save_state(beside / "state", beside / "model", parts.module, parts.optimizers)
+            feed.save(beside, run.data or {})
+            write_text(beside / "progress.json", json.dumps({name: getattr(run, name) for name in FIELDS}))
+        self._settle(run)
         return path
 
     def newest(self) -> tuple[Path, Progress] | None:
@@ -93,12 +69,12 @@ class Checkpoints:
         for path in reversed(self.all()):
             if reason := damage(path):
                 damaged.append(path)
-                self._warn(f"checkpoint {path} is damaged ({reason}); trying the one before")
+                self.warn(f"checkpoint {path} is damaged ({reason}); trying the one before")
                 continue
             for bad in damaged:  # out of the way, for the run will write this step anew; but not lost
                 aside = bad.with_name(f"damaged-{bad.name}")
                 shutil.rmtree(aside, ignore_errors=True)
-                self._warn(f"moved the damaged {bad.name} to {bad.rename(aside)}")
+                self.warn(f"moved the damaged {bad.name} to {bad.rename(aside)}")
             progress = _progress(path)
             if progress.best_step is not None and not self.at(progress.best_step).exists():
                 progress = replace(progress, best_step=None, best_bits_per_byte=None)  # a later best had replaced it
@@ -112,38 +88,81 @@ class Checkpoints:
         """Links and number of checkpoints as they should be with this one the newest; a kill may have come between. What the
         file system refuses is no reason to end a run, whose checkpoint is in place."""
         best = None if progress.best_step is None else self.at(progress.best_step)
-        self._point("latest", self.at(progress.step))
+        self._link("latest", self.at(progress.step))
         if best is not None:
-            self._point("best", best)
+            self._link("best", best)
         for path in self.all()[: -self.keep]:
             if path != best:
                 try:
                     remove_folder(path)
                 except OSError as error:
-                    self._once(f"old checkpoints in {self.folder} cannot be removed ({error.strerror or error})")
+                    self._warn_once(f"old checkpoints in {self.folder} cannot be removed", error)
 
-    def _point(self, name: str, path: Path) -> None:
+    def _link(self, name: str, path: Path) -> None:
         link = self.folder / name
         try:
             copied = point(link, path)
         except OSError as error:
-            self._once(f"{link} cannot be made a link ({error.strerror or error}): the {name} checkpoint is {path}")
+            self._warn_once(f"{link} cannot be made a link", error, f": the {name} checkpoint is {path}")
             return
         if copied is not None:
-            self._warn(f"{link} was a folder and no link, as copies have it: it is now {copied}, which may be removed")
+            self.warn(f"{link} was a folder and no link, as copies have it: it is now {copied}, which may be removed")
 
-    def _once(self, message: str) -> None:
-        """The same trouble comes again with every checkpoint, and is told once."""
-        about = message.split(" (")[0]
-        if about not in self._said:
-            self._said.add(about)
-            self._warn(message)
+    def _warn_once(self, what: str, error: OSError, more: str = "") -> None:
+        """The same trouble comes again with every checkpoint."""
+        if what not in self._warned:
+            self._warned.add(what)
+            self.warn(f"{what} ({error.strerror or error}){more}")
 
 
-def _progress(path: Path) -> Progress:
+def _progress(checkpoint: Path) -> Progress:
+    path = checkpoint / "progress.json"
     try:
-        return Progress(**json.loads((path / "progress.json").read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        keys = json.loads(path.read_text(encoding="utf-8"))
+        return Progress(**{name: keys.pop(name) for name in FIELDS}, **keys)
+    except (ValueError, TypeError, LookupError) as error:
         raise PotstillError(
-            f"{path / 'progress.json'} is of another version of potstill ({error}): choose another folder with run="
+            f"{path} is of another version of potstill ({error}): choose another folder with run="
         ) from error
+
+
+@dataclass
+class Saver:
+    """Saves a run by the number of steps, by the clock (`seconds`), and when it ends; tells those who watch it."""
+
+    run: Run
+    parts: Parts
+    checkpoints: Checkpoints
+    feed: Feed
+    watching: Sequence[Callback]
+    seconds: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self._last = self.seconds()
+
+    def due(self) -> bool:
+        """Whether the step just taken is to be saved, even if it is neither the last nor the best."""
+        config = self.parts.recipe.checkpoint
+        by_step = config.every is not None and self.run.step % config.every == 0
+        minutes = (self.seconds() - self._last) / 60
+        return by_step or (config.every_minutes is not None and minutes >= config.every_minutes)
+
+    def save(self) -> None:
+        run = self.run
+        refuse_broken_weights(self.parts.module, run.step)
+        run.checkpoint = self.checkpoints.save(run, self.parts, self.feed)
+        run.best = None if run.best_step is None else self.checkpoints.at(run.best_step)
+        self._last = self.seconds()
+        for watcher in self.watching:
+            watcher.saved(run, run.checkpoint)
+
+    def save_rest(self) -> bool:
+        """Save what is not saved yet; whether there was something."""
+        unsaved = self.run.step > 0 and self.run.checkpoint != self.checkpoints.at(self.run.step)
+        if unsaved:
+            self.save()
+        return unsaved
+
+    def save_despite(self, error: PotstillError) -> PotstillError:
+        """What to raise in place of an error that the steps so far have nothing to do with: they are saved."""
+        return PotstillError(f"{error}; the run is saved at step {self.run.step}") if self.save_rest() else error

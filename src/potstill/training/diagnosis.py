@@ -1,53 +1,59 @@
-"""Why a loss is not a number: looked into only once it has happened."""
+"""Why a loss is not finite: looked into only once it has happened."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from potstill.config import LossConfig
 from potstill.teachers.combine import compute_targets
 from potstill.types import Batch, DenseTarget, PotstillError, TokenLogprobsTarget
 
 if TYPE_CHECKING:
     from potstill.teachers.open import Prepared
     from potstill.training.setup import Parts
-    from potstill.training.student import LossKnobs
+    from potstill.training.student import LossSettings
 
 
 class Diverged(PotstillError):
-    """A step that would have led to numbers that are none."""
+    """A step that would have led to NaN or infinite weights."""
 
 
 @torch.no_grad()
-def diagnose(loss: LossConfig, parts: Parts, prepared: Prepared, knobs: LossKnobs, step: int) -> str:
+def diagnose(parts: Parts, prepared: Prepared, settings: LossSettings, step: int) -> str:
     """One sentence: step, micro-batch, documents, and the likely cause."""
-    nothing_taken = "; the step was not taken and the last checkpoint is untouched"
     refuse_broken_weights(parts.module, step - 1)
     batches = prepared.window.batches
     for number, (host_batch, ready) in enumerate(zip(batches, prepared.ready, strict=True), 1):
         batch = host_batch.to(parts.device)
-        where = f"step {step}, micro-batch {number} of {len(batches)} ({_documents(batch)})"
-        targets = compute_targets(parts.teachers, ready, batch, loss)
-        for index, (_, target) in enumerate(targets):
-            if isinstance(target, DenseTarget | TokenLogprobsTarget) and (what := _not_finite(target)):
-                cause = f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"
-                return f"the loss is not finite at {where}: {cause}{nothing_taken}"
-        with parts.autocast():
-            value, _ = parts.module(batch, targets, batch.supervised_tokens, knobs)
-        if not torch.isfinite(value):
-            cause = "the student's own output is not finite: try a lower train.optimizer.lr, or precision fp32"
-            return f"the loss is not finite at {where}: {cause}{nothing_taken}"
-    cause = (
-        "the loss is finite but its gradient is not: try a lower train.optimizer.lr, a longer warmup, or precision fp32"
-    )
-    return f"step {step}: {cause}{nothing_taken}"
+        cause = _cause(parts, batch, ready, settings)
+        if cause is not None:
+            found = (
+                f"the loss is not finite at step {step}, micro-batch {number} of {len(batches)} ({_documents(batch)})"
+            )
+            break
+    else:
+        found = f"step {step}: the loss is finite but its gradient is not"
+        cause = "try a lower train.optimizer.lr, a longer warmup, or precision fp32"
+    return f"{found}: {cause}; the step was not taken and the last checkpoint is untouched"
+
+
+def _cause(parts: Parts, batch: Batch, ready: Any, settings: LossSettings) -> str | None:
+    """Whose output is not finite in this micro-batch, and what to try."""
+    targets = compute_targets(parts.teachers, ready, batch, parts.recipe.loss)
+    for index, (_, target) in enumerate(targets):
+        if isinstance(target, DenseTarget | TokenLogprobsTarget) and (what := _not_finite(target)):
+            return f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"
+    with parts.autocast():
+        value, _ = parts.module(batch, targets, batch.supervised_tokens, settings)
+    if torch.isfinite(value):
+        return None
+    return "the student's own output is not finite: try a lower train.optimizer.lr, or precision fp32"
 
 
 def refuse_broken_weights(module: nn.Module, step: int) -> None:
-    """Weights that are not numbers are not saved over those that were."""
+    """Weights that are NaN or infinite are not saved over those that were not."""
     bad = [name for name, p in module.named_parameters() if not torch.isfinite(p).all()]
     if bad:
         raise PotstillError(

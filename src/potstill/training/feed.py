@@ -22,7 +22,7 @@ from potstill.rollouts.transformers import TransformersEngine
 from potstill.rollouts.vllm import open_vllm
 from potstill.teachers.open import Prepared, prepared
 from potstill.teachers.remote import RemoteOrigin
-from potstill.training.checkpoint import Progress
+from potstill.training.run import Progress
 from potstill.training.setup import Parts
 from potstill.types import Batch, PotstillError, Teacher
 

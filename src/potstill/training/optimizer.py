@@ -18,21 +18,20 @@ def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) 
 
     Each parameter group carries its peak learning rate as `peak`.
     """
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    tables |= {id(p) for p in head.parameters()}
-    hidden = [p for p in trainable if config.name == "muon" and p.dim() == 2 and id(p) not in tables]
-    taken = {id(p) for p in hidden}
-    rest = [p for p in trainable if id(p) not in taken]
-    groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": config.weight_decay, "peak": config.lr},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, "peak": config.lr},
-    ]
-    optimizers: list[Optimizer] = [
-        AdamW(
-            [g for g in groups if g["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=_can_fuse(rest)
-        )
-    ]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(p) for module in (*embeddings, head) for p in module.parameters()}
+    hidden: list[nn.Parameter] = []
+    rest: dict[float, list[nn.Parameter]] = {config.weight_decay: [], 0.0: []}  # by weight decay
+    for p in model.parameters():
+        if p.requires_grad and config.name == "muon" and p.dim() == 2 and id(p) not in tables:
+            hidden.append(p)
+        elif p.requires_grad:
+            rest[config.weight_decay if p.dim() >= 2 else 0.0].append(p)
+    fused = all(
+        p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for some in rest.values() for p in some
+    )
+    groups = [{"params": some, "weight_decay": decay, "peak": config.lr} for decay, some in rest.items() if some]
+    optimizers: list[Optimizer] = [AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)]
     if hidden:
         group = {"params": hidden, "peak": config.muon_lr}
         kind = Float32Muon if hidden[0].device.type == "cpu" else Muon
@@ -74,10 +73,6 @@ def _orthogonalised(matrices: Tensor, group: dict[str, Any]) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrices.dtype)
-
-
-def _can_fuse(parameters: list[nn.Parameter]) -> bool:
-    return all(p.device.type in ("cpu", "cuda", "mps") and torch.is_floating_point(p) for p in parameters)
 
 
 def lr_factor(step: int, total: int, config: LrScheduleConfig) -> float:

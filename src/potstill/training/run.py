@@ -9,20 +9,31 @@ from pathlib import Path
 from typing import Any
 
 
+@dataclass(kw_only=True)
+class Progress:
+    """Where a run stands: all that is needed, besides weights, optimizers and random state, to resume it."""
+
+    step: int = 0  # optimizer steps taken so far
+    tokens: int = 0  # supervised tokens so far
+    data: dict[str, Any] | None = None  # the data iterator's position
+    counts: dict[str, int] = field(default_factory=dict)  # of the data so far: tokens, cut tokens, dropped examples …
+    total_steps: int = 0
+    best_step: int | None = None
+    best_bits_per_byte: float | None = None
+    kd_scale: float = 1.0  # with loss.dynamic_scaling: cross-entropy ÷ divergence of the last step
+    teachers: list[str | None] = field(default_factory=list)  # fingerprints of those behind servers
+
+
 @dataclass
-class Run:
+class Run(Progress):
     """What came of a run. The folder holds recipe.yaml, metrics.jsonl, evals.jsonl, checkpoints/ and TensorBoard events."""
 
     folder: Path
-    step: int = 0  # optimizer steps taken so far
-    total_steps: int = 0
     evaluation: dict[str, Any] | None = None  # the latest one
     checkpoint: Path | None = None  # the newest one
     best: Path | None = None  # the one with the lowest bits per byte
     stopped_by: str | None = None  # the signal, or the reason given to stop(), that ended it early
     asked_to_stop: str | None = None
-    kd_scale: float = 1.0  # with loss.dynamic_scaling: cross-entropy ÷ divergence of the last step
-    counts: dict[str, int] = field(default_factory=dict)  # of the data so far: tokens, cut tokens, dropped examples …
 
     @property
     def model(self) -> Path:
@@ -36,7 +47,7 @@ class Run:
         return {"SIGTERM": 143, "SIGINT": 130}.get(self.stopped_by or "", 0)
 
     def stop(self, reason: str = "a callback") -> None:
-        """End the run after the step under way, with a checkpoint; the same recipe goes on from there."""
+        """End the run after the step under way, with a checkpoint; the same recipe resumes it."""
         self.asked_to_stop = reason
 
 

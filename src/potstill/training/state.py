@@ -1,4 +1,4 @@
-"""What training goes on from, as named tensors in safetensors files: weights, optimizers' state, random state.
+"""What training resumes from, as named tensors in safetensors files: weights, optimizers' state, random state.
 
 Nothing here is a pickle: torch.distributed.checkpoint puts where each piece belongs as JSON into the files' headers. What the
 checkpoint's model/ holds bit for bit is not written again.
@@ -25,8 +25,6 @@ from potstill.parallel.mesh import rank
 from potstill.types import PotstillError
 
 FILE_BYTES = 1 << 28  # of one file, since each is put together in memory
-# What an optimizer keeps of a parameter, once that has had a gradient.
-KEPT = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "muon": {"momentum_buffer"}}
 
 
 def save_state(folder: Path, model: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -34,12 +32,9 @@ def save_state(folder: Path, model: Path, module: nn.Module, optimizers: Sequenc
     weights = weights_of(module)
     held = set(_held(model, weights))
     tensors = {name: tensor for name, tensor in weights.items() if name not in held}
-    for optimizer in optimizers:
-        for name, parameter in _parameters(module, optimizer):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{kind(optimizer)}.{name}.{key}"] = value.detach()
-    for key, value in random_state(next(module.parameters()).device).items():
-        tensors[f"random.rank{rank()}.{key}"] = value
+    for slot, (optimizer, _, parameter) in _slots(module, optimizers).items():
+        tensors |= {f"{slot}.{key}": value.detach() for key, value in optimizer.state.get(parameter, {}).items()}
+    tensors |= _random_tensors(module)
     writer = HuggingFaceStorageWriter(str(folder), _files(tensors), save_distributed=True)
     with quiet():
         save(tensors, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
@@ -64,30 +59,29 @@ def load_state(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimiz
 def _load(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     state, model = checkpoint / "state", checkpoint / "model"
     stored, beside = _shapes(state), {f"model.{name}": shape for name, shape in _shapes(model).items()}
-    weights = weights_of(module)
-    kept = [_kept(module, optimizer, stored) for optimizer in optimizers]
-    device = next(module.parameters()).device
-    random = {f"random.rank{rank()}.{key}": value for key, value in random_state(device).items()}
-    random = {name: value for name, value in random.items() if name in stored}  # another kind of device has its own
-    tensors = dict(weights) | random
-    for by_parameter in kept:
-        tensors |= {name: tensor for values in by_parameter.values() for name, tensor in values.items()}
+    weights, slots = weights_of(module), _slots(module, optimizers)
+    # Another kind of device has a random state of its own, and a parameter that never had a gradient no optimizer state.
+    random = {name: value for name, value in _random_tensors(module).items() if name in stored}
+    kept = {
+        (slot, key): torch.empty(()) if key == "step" else torch.empty_like(slots[slot][2].detach())
+        for slot, _, key in (name.rpartition(".") for name in stored)
+        if slot in slots
+    }
+    tensors = weights | random | {f"{slot}.{key}": value for (slot, key), value in kept.items()}
     if misfit := _misfit(tensors, stored, beside):
         raise PotstillError(
-            f"checkpoint {checkpoint} does not fit this recipe's student and optimizer ({misfit}): choose another "
-            "folder with "
+            f"checkpoint {checkpoint} does not fit this recipe's student and optimizer ({misfit}): choose another folder with "
             "run="
         )
     _read(state, {name: tensor for name, tensor in tensors.items() if name in stored})
     _read(model, {name.removeprefix("model."): tensor for name, tensor in weights.items() if name not in stored})
-    for optimizer, by_parameter in zip(optimizers, kept, strict=True):
-        state_of = {i: {name.rsplit(".", 1)[1]: t for name, t in values.items()} for i, values in by_parameter.items()}
-        optimizer.load_state_dict({"state": state_of, "param_groups": optimizer.state_dict()["param_groups"]})
-    set_random_state({name.rsplit(".", 1)[1]: value for name, value in random.items()}, device)
-
-
-def kind(optimizer: Optimizer) -> str:
-    return "muon" if isinstance(optimizer, Muon) else "adamw"
+    for optimizer in optimizers:
+        by_number: dict[int, dict[str, Tensor]] = {}
+        for (slot, key), value in kept.items():
+            if slots[slot][0] is optimizer:
+                by_number.setdefault(slots[slot][1], {})[key] = value
+        optimizer.load_state_dict({"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]})
+    set_random_state({name.rpartition(".")[2]: value for name, value in random.items()}, _device(module))
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -109,31 +103,31 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    if "cpu" in state:
-        torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    if "mps" in state:
-        torch.mps.set_rng_state(state["mps"])
+    for key, value in state.items():
+        if key == "cuda":
+            torch.cuda.set_rng_state(value, device)
+        else:
+            (torch.mps if key == "mps" else torch).set_rng_state(value)
 
 
-def _parameters(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """An optimizer's parameters with their names, in its own order."""
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def _random_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {f"random.rank{rank()}.{key}": value for key, value in random_state(_device(module)).items()}
+
+
+def _slots(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, tuple[Optimizer, int, nn.Parameter]]:
+    """Each parameter that is trained, as `optimizer.parameter`, with its optimizer and its number there."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
-
-
-def _kept(module: nn.Module, optimizer: Optimizer, stored: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
-    """Room for what is stored of each parameter, by its number. There is nothing of one that never had a gradient."""
-    room: dict[int, dict[str, Tensor]] = {}
-    for number, (name, parameter) in enumerate(_parameters(module, optimizer)):
-        names = {f"{kind(optimizer)}.{name}.{key}" for key in KEPT[kind(optimizer)]}
-        if names & stored.keys():
-            room[number] = {
-                name: torch.empty(()) if name.endswith(".step") else torch.empty_like(parameter.detach())
-                for name in sorted(names)
-            }
-    return room
+    found: dict[str, tuple[Optimizer, int, nn.Parameter]] = {}
+    for optimizer in optimizers:
+        kind = "muon" if isinstance(optimizer, Muon) else "adamw"
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for number, parameter in enumerate(parameters):
+            found[f"{kind}.{names[id(parameter)]}"] = optimizer, number, parameter
+    return found
 
 
 def _misfit(tensors: Mapping[str, Tensor], stored: Mapping[str, torch.Size], beside: Mapping[str, torch.Size]) -> str:

@@ -21,13 +21,13 @@ from potstill.losses import (
     shared_mass,
 )
 from potstill.models import LanguageModel
-from potstill.types import Batch, CrossTarget, SampledTarget, Spelling, Target, TokenLogprobsTarget, TopKTarget
+from potstill.types import Batch, CrossTarget, Spelling, Target, TokenLogprobsTarget
 
-SAMPLED = "policy_gradient_kl"  # the divergence that learns from the tokens the student drew
+Targets = Sequence[tuple[float | Tensor, Target]]  # with the weight of each, or one per row
 
 
 @dataclass(frozen=True)
-class LossKnobs:
+class LossSettings:
     """The loss of one optimizer step: the recipe's loss section with its schedules read off."""
 
     divergence: str
@@ -41,13 +41,6 @@ class LossKnobs:
     ratio_clip: float = 2.0
 
 
-# What a forward pass sums up for the log, in this order.
-SUMS = (
-    "loss", "kd", "ce", "stat_rows", "kl", "teacher_entropy", "student_entropy", "agreement", "shared_rows", "shared_mass",
-    "on_policy_rows", "sampling_logprob_gap", "ratio", "clipped", "advantage",
-)  # fmt: skip
-
-
 class StudentLoss(nn.Module):
     def __init__(self, student: LanguageModel) -> None:
         super().__init__()
@@ -55,14 +48,10 @@ class StudentLoss(nn.Module):
         self.model = student.model  # registered, so that parameters and checkpoints see it
 
     def forward(
-        self,
-        batch: Batch,
-        targets: Sequence[tuple[float | Tensor, Target]],
-        divisor: float,
-        knobs: LossKnobs,
-        stat_rows: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """The batch's share of the step's loss (differentiable), and SUMS over its rows (detached).
+        self, batch: Batch, targets: Targets, divisor: float, settings: LossSettings, stat_rows: int = 0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The batch's share of the step's loss (differentiable), and sums over its rows (detached), named as in
+        `training.metrics.SUMS`.
 
         `divisor` is the number of supervised tokens of the whole step, over all micro-batches and ranks.
         """
@@ -70,106 +59,117 @@ class StudentLoss(nn.Module):
         if torch.is_autocast_enabled(hidden.device.type):  # the last norm is float32; the head's products need not be
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         head = self.student.at_rows(hidden)
-        assert head.hidden is not None and head.weight is not None
         score: Score | None = None
-        if knobs.divergence == SAMPLED:
-            out, score = _by_draws(head, batch, targets, divisor, knobs)
+        if settings.divergence == "policy_gradient_kl":
+            out, score = _policy_gradient(head, batch, targets, divisor, settings)
         else:
-            out = fused_linear_kd(
-                head.hidden,
-                head.weight,
+            out = _fused(
+                head,
+                batch,
                 targets,
-                **_of_rows(head, batch, divisor),
-                divergence=knobs.divergence,
-                temperature=knobs.temperature,
-                beta=knobs.beta,
-                alpha=knobs.alpha,
-                kd_weight=knobs.kd_weight,
-                ce_weight=_ce_weight(batch, knobs),
-                entropy_gate=knobs.entropy_gate,
+                divisor,
+                divergence=settings.divergence,
+                temperature=settings.temperature,
+                beta=settings.beta,
+                alpha=settings.alpha,
+                kd_weight=settings.kd_weight,
+                ce_weight=_ce_weight(batch, settings),
+                entropy_gate=settings.entropy_gate,
             )
-        sums = torch.zeros(len(SUMS), dtype=torch.float32, device=out.loss.device)
-        sums[0], sums[1], sums[2] = out.loss.detach(), out.kd.sum(), out.ce.sum()
+        sums = {"loss": out.loss, "kd": out.kd.sum(), "ce": out.ce.sum()}
         if batch.rows.behaviour is not None:
-            sums[10:15] = _own_sums(out.ce, batch.rows.behaviour, score)
+            sums |= _on_policy_sums(out.ce, batch.rows.behaviour, score)
         if stat_rows and len(batch.rows):
-            teacher = targets[0][1] if targets else None
-            if isinstance(teacher, CrossTarget | TokenLogprobsTarget) or (
-                knobs.temperature != 1.0 and not isinstance(teacher, DenseTarget)
-            ):
-                teacher = None  # other tokens, no distribution, or one truncated at the loss's T: the log is at T = 1
-            sums[3:8] = _sampled_stats(head, batch.rows.labels, teacher, stat_rows)
-            parts = (target.spelled if isinstance(target, DenseTarget) else target for _, target in targets)
-            across = [part for part in parts if isinstance(part, CrossTarget | Spelling)]
-            if across:
-                mass = shared_mass(across[0], stat_rows)
-                sums[8], sums[9] = mass.shape[0], mass.sum()
-        return out.loss, sums
+            sums |= _sampled_sums(head, batch, targets, settings, stat_rows)
+        return out.loss, {name: value.detach().float() for name, value in sums.items()}
 
 
-def _of_rows(head: DenseTarget, batch: Batch, divisor: float) -> dict[str, Any]:
-    """What every loss of the rows needs."""
+def _fused(head: DenseTarget, batch: Batch, targets: Targets | None, divisor: float, **options: Any) -> FusedLoss:
+    """`fused_linear_kd` of a batch: each row weighs one of the step's supervised tokens."""
+    assert head.hidden is not None and head.weight is not None
+    return fused_linear_kd(
+        head.hidden,
+        head.weight,
+        targets,
+        labels=batch.rows.labels,
+        row_weight=_row_weight(head, batch, divisor),
+        bias=head.bias,
+        softcap=head.softcap,
+        logit_scale=head.logit_scale,
+        **options,
+    )
+
+
+def _row_weight(head: DenseTarget, batch: Batch, divisor: float) -> Tensor:
     assert head.hidden is not None
-    return {
-        "labels": batch.rows.labels,
-        "row_weight": head.hidden.new_full((len(batch.rows),), 1.0 / divisor, dtype=torch.float32),
-        "bias": head.bias,
-        "softcap": head.softcap,
-        "logit_scale": head.logit_scale,
-    }
+    return head.hidden.new_full((len(batch.rows),), 1.0 / divisor, dtype=torch.float32)
 
 
-def _ce_weight(batch: Batch, knobs: LossKnobs) -> float | Tensor:
+def _ce_weight(batch: Batch, settings: LossSettings) -> float | Tensor:
     """0 at what the student wrote itself: that would teach it to be surer of itself, and nothing else."""
     behaviour = batch.rows.behaviour
-    if behaviour is None or not knobs.ce_weight:
-        return knobs.ce_weight
-    return torch.where(behaviour.isnan(), knobs.ce_weight, 0.0)
+    if behaviour is None or not settings.ce_weight:
+        return settings.ce_weight
+    return torch.where(behaviour.isnan(), settings.ce_weight, 0.0)
 
 
-def _by_draws(
-    head: DenseTarget, batch: Batch, targets: Sequence[tuple[float | Tensor, Target]], divisor: float, knobs: LossKnobs
+def _policy_gradient(
+    head: DenseTarget, batch: Batch, targets: Targets, divisor: float, settings: LossSettings
 ) -> tuple[FusedLoss, Score | None]:
     """The loss by the tokens that the student drew. Its gradient is that of a cross-entropy with weights of its own, its value
     is not: the one is put under the other."""
-    assert head.hidden is not None and head.weight is not None
-    behaviour, options = batch.rows.behaviour, _of_rows(head, batch, divisor)
-    plain = _ce_weight(batch, knobs)
+    behaviour, plain = batch.rows.behaviour, _ce_weight(batch, settings)
     if behaviour is None or not targets:
-        return fused_linear_kd(head.hidden, head.weight, None, ce_weight=plain, **options), None
+        return _fused(head, batch, None, divisor, ce_weight=plain), None
     with torch.no_grad():
-        logq = -fused_linear_kd(head.hidden, head.weight, None, **options).ce
+        logq = -_fused(head, batch, None, divisor).ce
     score = policy_gradient_kl(
         logq,
         [(share, chosen_logprobs(target, batch.rows.labels)) for share, target in targets],
         behaviour,
         [example.supervised_tokens for example in batch.examples],
-        discount=knobs.discount,
-        ratio_clip=knobs.ratio_clip,
+        discount=settings.discount,
+        ratio_clip=settings.ratio_clip,
     )
-    weight = plain + knobs.kd_weight * score.weight
-    out = fused_linear_kd(head.hidden, head.weight, None, ce_weight=weight, **options)
-    value = (options["row_weight"] * (knobs.kd_weight * score.value + plain * out.ce)).sum()
+    out = _fused(head, batch, None, divisor, ce_weight=plain + settings.kd_weight * score.weight)
+    row_weight = _row_weight(head, batch, divisor)
+    value = (row_weight * (settings.kd_weight * score.value + plain * out.ce)).sum()
     return FusedLoss(out.loss - out.loss.detach() + value, score.value, out.ce), score
 
 
-def _own_sums(ce: Tensor, behaviour: Tensor, score: Score | None) -> Tensor:
-    """Sums over what the student wrote: number of rows, |log Q − log B|, ratio, how many are clipped, advantage."""
+def _on_policy_sums(ce: Tensor, behaviour: Tensor, score: Score | None) -> dict[str, Tensor]:
+    """Over the rows that the student wrote: |log Q − log B|, and what the policy gradient made of them."""
     own = ~behaviour.isnan()
-    gap = torch.where(own, (ce + behaviour).abs(), 0.0)
-    measured = [] if score is None else [score.ratio, score.clipped, score.advantage]
-    found = torch.stack([column.sum().float() for column in (own, gap, *measured)])
-    return torch.nn.functional.pad(found, (0, 5 - len(found)))
+    rows, gap = own.sum(), torch.where(own, (ce + behaviour).abs(), 0.0).sum()
+    sums = {"on_policy_rows": rows, "sampling_logprob_gap": gap}
+    if score is None:
+        return sums
+    scored = {"ratio_mean": score.ratio, "ratio_clipped": score.clipped, "advantage": score.advantage}
+    return sums | {"policy_gradient_rows": rows} | {name: column.sum() for name, column in scored.items()}
 
 
 @torch.no_grad()
-def _sampled_stats(
-    head: DenseTarget, labels: Tensor, teacher: DenseTarget | TopKTarget | SampledTarget | None, rows: int
-) -> Tensor:
-    """Sums over a sample of the rows, evenly spread: number of rows, KL to the first teacher at T = 1, both entropies, top-1
-    agreement. NaN: not known."""
+def _sampled_sums(
+    head: DenseTarget, batch: Batch, targets: Targets, settings: LossSettings, rows: int
+) -> dict[str, Tensor]:
+    """Over a sample of the rows, evenly spread: KL to the first teacher at T = 1, both entropies, top-1 agreement (NaN: not
+    known); and how much of the teacher's probability the student's tokens can express, where it has other tokens."""
+    labels = batch.rows.labels
+    teacher = targets[0][1] if targets else None
+    if isinstance(teacher, CrossTarget | TokenLogprobsTarget) or (
+        settings.temperature != 1.0 and not isinstance(teacher, DenseTarget)
+    ):
+        teacher = None  # other tokens, no distribution, or one truncated at the loss's T: the log is at T = 1
     chosen = torch.arange(0, labels.shape[0], max(1, labels.shape[0] // rows))[:rows]  # on the host
     stats = compare_rows(head.select(chosen), labels[chosen], None if teacher is None else teacher.select(chosen))
     unknown = torch.full_like(stats.student_entropy, torch.nan)
-    columns = [torch.ones_like(unknown), stats.kl, stats.teacher_entropy, stats.student_entropy, stats.agreement]
-    return torch.stack([(unknown if column is None else column).sum() for column in columns])
+    sums = {"stat_rows": torch.ones_like(unknown).sum()}
+    for name in ("kl", "teacher_entropy", "student_entropy", "agreement"):
+        column = getattr(stats, name)
+        sums[name] = (unknown if column is None else column).sum()
+    parts = (target.spelled if isinstance(target, DenseTarget) else target for _, target in targets)
+    across = [part for part in parts if isinstance(part, CrossTarget | Spelling)]
+    if across:
+        mass = shared_mass(across[0], rows)
+        sums |= {"shared_rows": torch.ones_like(mass).sum(), "shared_mass": mass.sum()}
+    return sums

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny
 
-from potstill.config import DataConfig, SamplingConfig, SourceConfig
+from potstill.config import DataConfig, EvalConfig, RolloutsConfig, SamplingConfig, SourceConfig
 from potstill.evals.on_policy import OnPolicyEval
 from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.sampling import rollout_seed
@@ -17,12 +17,13 @@ from potstill.teachers.live import live_teacher
 BEGINNINGS = ["The people of the United States", "Once upon a time", "It is the duty of Congress"]
 
 
-def on_policy_eval(student, teacher, folder, **keys) -> OnPolicyEval:
+def on_policy_eval(student, teacher, folder) -> OnPolicyEval:
     path = folder / "held-out.jsonl"
     path.write_text("".join(f'{{"text": "{text} and what follows is not read"}}\n' for text in BEGINNINGS))
     data = DataConfig(sources=[SourceConfig(files=str(path))], max_length=64)
-    known = {"texts": 3, "prompt_tokens": 4, "max_new_tokens": 9, "batch_size": 2} | keys
-    return OnPolicyEval(student, live_teacher(teacher, len(teacher.tokenizer), "t"), data, **known)
+    config = EvalConfig(data=data, on_policy_samples=3, batch_size=2)
+    rollouts = RolloutsConfig(prompt_tokens=4, sampling=SamplingConfig(max_new_tokens=9))
+    return OnPolicyEval(student, live_teacher(teacher, len(teacher.tokenizer), "t"), config, rollouts)
 
 
 @torch.no_grad()

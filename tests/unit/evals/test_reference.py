@@ -32,7 +32,8 @@ def models(tmp_path_factory):
 
 def opened(config, data, held_out, student):
     teacher_set = open_teachers([config], student, data, LossConfig(temperature=2.0), CPU)
-    return reference_of([config], teacher_set, student, EvalConfig(data=held_out))
+    reference = reference_of([config], teacher_set, student, EvalConfig(data=held_out))
+    return reference, [reference.note] if reference.note else []
 
 
 def test_a_cache_is_asked_about_what_it_holds(files, models, tmp_path):
@@ -53,7 +54,7 @@ def test_a_cache_is_asked_about_what_it_holds(files, models, tmp_path):
     assert measured_against(reference, student, scored, CPU)["agreement"] is not None
 
     reference, notes = opened(config, data, data_of(files, "chats"), student)
-    assert reference is None and measured_against(reference, student, scored, CPU)["kl"] is None
+    assert reference.teacher is None and measured_against(reference, student, scored, CPU)["kl"] is None
     assert notes[0].startswith(
         "evaluations have no KL: teachers[0].cache: the cache has none of the 5 held-out examples"
     )
@@ -68,7 +69,7 @@ def test_a_server_is_asked_about_all_of_it_and_may_go_away(files, models, capsys
         remote = {"kind": "hidden", "retry_timeout": 0.0, "timeout": 60.0}
         config = TeacherConfig(server=served.address, remote=remote)
         reference, notes = opened(config, data_of(files), held_out, student)
-        assert notes == [] and reference is not None
+        assert notes == [] and reference.teacher is not None
         assert measured_against(reference, student, scored, CPU) == pytest.approx(expected, rel=1e-4)
     result = measured_against(reference, student, scored, CPU)
     assert result["kl"] is None and result["bits_per_byte"] == pytest.approx(expected["bits_per_byte"])

@@ -1,5 +1,7 @@
 """The student and its loss as one module: the same gradient however the documents are laid out and split."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,9 +9,9 @@ from tiny import batch_of, examples, tiny
 
 from potstill.models import shared_ids
 from potstill.teachers.live import live_teacher
-from potstill.training.student import SUMS, LossKnobs, StudentLoss
+from potstill.training.student import LossSettings, StudentLoss
 
-FORWARD = LossKnobs("forward_kl", 0.5, 0.1, 2.0, 0.8, 0.3)
+FORWARD = LossSettings("forward_kl", 0.5, 0.1, 2.0, 0.8, 0.3)
 DOCUMENTS = examples([9, 17, 4, 12, 21, 6, 15, 8])
 
 
@@ -25,11 +27,11 @@ def gradients(pair, micro_batches, knobs=FORWARD):
     module, teacher = pair
     module.zero_grad()
     tokens = sum(batch.supervised_tokens for batch in micro_batches)
-    sums = torch.zeros(len(SUMS))
+    sums = Counter()
     for batch in micro_batches:
         loss, micro_sums = module(batch, [(1.0, teacher.targets(batch))], tokens, knobs)
         loss.backward()
-        sums += micro_sums
+        sums.update(micro_sums)
     return sums, {name: p.grad.clone() for name, p in module.named_parameters()}
 
 
@@ -43,7 +45,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_micro_batches_1x8_2x4_8x1(pair, divergence):
-    knobs = LossKnobs(divergence, 0.5, 0.1, 2.0, 0.8, 0.3)
+    knobs = LossSettings(divergence, 0.5, 0.1, 2.0, 0.8, 0.3)
     whole = gradients(pair, [batch_of(*DOCUMENTS)], knobs)
     assert_same(gradients(pair, [batch_of(*DOCUMENTS[:4]), batch_of(*DOCUMENTS[4:])], knobs), whole)
     assert_same(gradients(pair, [batch_of(document) for document in DOCUMENTS], knobs), whole)
@@ -75,8 +77,8 @@ def test_chunked_hidden_state_loss_equals_plain_full_logits(pair):
     loss.backward()
     assert tokens == sum(d.supervised_tokens for d in DOCUMENTS)
     theirs = {name: p.grad.clone() for name, p in module.named_parameters()}
-    sums = torch.tensor([loss.item(), kd.item(), ce.item()])
-    assert_same((ours[0][:3], ours[1]), (sums, theirs))
+    sums = {"loss": loss.detach(), "kd": kd.detach(), "ce": ce.detach()}
+    assert_same(({name: ours[0][name] for name in sums}, ours[1]), (sums, theirs))
 
 
 def test_sliding_window_packed_equals_padded():
@@ -106,12 +108,12 @@ def test_padded_vocabularies_take_no_part():
     assert width == 2048
     live = live_teacher(teacher, width, "teacher")
     module, batch = StudentLoss(student), batch_of(*DOCUMENTS[:2])
-    knobs = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
+    knobs = LossSettings("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
     _, sums = module(batch, [(1.0, live.targets(batch))], 1, knobs)
     with torch.no_grad():
         q = student.model(batch.input_ids).logits.flatten(0, 1)[batch.rows.student][:, :2048].log_softmax(-1)
         p = teacher.model(batch.input_ids).logits.flatten(0, 1)[batch.rows.teacher][:, :2048].log_softmax(-1)
-    torch.testing.assert_close(sums[1], (p.exp() * (p - q)).sum(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sums["kd"], (p.exp() * (p - q)).sum(), rtol=1e-4, atol=1e-4)
 
 
 def test_statistics_of_a_step(pair):
@@ -119,7 +121,7 @@ def test_statistics_of_a_step(pair):
     _, teacher = pair
     module, batch = StudentLoss(teacher.source.language_model), batch_of(*DOCUMENTS)
     _, sums = module(batch, [(1.0, teacher.targets(batch))], 1, FORWARD, stat_rows=10)
-    of = dict(zip(SUMS, sums.tolist(), strict=True))
+    of = {name: value.item() for name, value in sums.items()}
     assert of["stat_rows"] == 10 and of["agreement"] == 10
     assert of["kl"] == pytest.approx(0, abs=1e-5)
     assert of["teacher_entropy"] == pytest.approx(of["student_entropy"], rel=1e-5)

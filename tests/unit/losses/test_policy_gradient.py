@@ -31,12 +31,12 @@ from potstill.teachers.combine import compute_targets
 from potstill.teachers.live import live_teacher
 from potstill.teachers.open import open_teachers
 from potstill.teachers.teacher import Teacher
-from potstill.training.loop import _own
-from potstill.training.student import SUMS, LossKnobs, StudentLoss
+from potstill.training.metrics import SUMS, means
+from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import Batch, PotstillError, Rows
 
 # Halves and quarters: the loss's weights are float32, and these are exact in it.
-KNOBS = LossKnobs("policy_gradient_kl", 0.5, 0.1, 1.0, 0.5, 0.25)
+KNOBS = LossSettings("policy_gradient_kl", 0.5, 0.1, 1.0, 0.5, 0.25)
 ALONE = replace(KNOBS, kd_weight=1.0, ce_weight=0.0)
 NAN = math.nan
 
@@ -67,12 +67,12 @@ def batch_with(labels: Tensor, behaviour: Tensor | None, lengths: list[int]) -> 
     return replace(batch_of(*made), rows=rows)
 
 
-def table_step(logits: Tensor, batch: Batch, targets: Any, divisor: float = 1.0, knobs: LossKnobs = ALONE):
-    """Loss, gradient of the logits, and SUMS by name."""
+def table_step(logits: Tensor, batch: Batch, targets: Any, divisor: float = 1.0, knobs: LossSettings = ALONE):
+    """Loss, gradient of the logits, and the sums by name."""
     module = StudentLoss(Table(logits))  # type: ignore[arg-type]
     loss, sums = module(batch, targets, divisor, knobs)
     loss.backward()
-    return loss.item(), module.model.logits.grad, dict(zip(SUMS, sums.tolist(), strict=True))
+    return loss.item(), module.model.logits.grad, {name: value.item() for name, value in sums.items()}
 
 
 # --- by hand
@@ -94,14 +94,17 @@ def test_three_rows_by_hand():
     torch.testing.assert_close(gradient, torch.tensor(wanted, dtype=torch.float64) / 4, rtol=0, atol=1e-12)
     assert sums["kd"] == pytest.approx(3 * ln2 - 1.5 * ln15, abs=1e-6)
     assert sums["ce"] == pytest.approx(-math.log(0.5 * 0.6 * 0.8), abs=1e-6)
-    assert sums["on_policy_rows"] == 3 and sums["clipped"] == 1
-    assert sums["ratio"] == pytest.approx(6.5, abs=1e-5)
+    assert sums["on_policy_rows"] == 3 and sums["ratio_clipped"] == 1
+    assert sums["ratio_mean"] == pytest.approx(6.5, abs=1e-5)
     assert sums["advantage"] == pytest.approx(ln15 - 2 * ln2, abs=1e-6)
     assert sums["sampling_logprob_gap"] == pytest.approx(math.log(1.5) + math.log(4), abs=1e-6)
-    means = _own(sums, "policy_gradient_kl")
-    assert means["ratio_mean"] == pytest.approx(6.5 / 3, abs=1e-5) and means["ratio_clipped"] == pytest.approx(1 / 3)
-    assert set(_own(sums, "reverse_kl")) == {"sampling_logprob_gap"}
-    assert _own({**sums, "on_policy_rows": 0.0}, "policy_gradient_kl") == {}
+    sums = dict.fromkeys(SUMS, 0.0) | sums
+    found, sampled = means(sums), means(dict.fromkeys(SUMS, 0.0))
+    assert found["ratio_mean"] == pytest.approx(6.5 / 3, abs=1e-5) and found["ratio_clipped"] == pytest.approx(1 / 3)
+    other = means({**sums, "policy_gradient_rows": 0.0})  # as with another divergence
+    assert other.keys() - sampled.keys() == {"sampling_logprob_gap"}
+    assert set(sampled) == {"kl", "teacher_entropy", "student_entropy", "agreement"}
+    assert set(sampled.values()) == {None}
 
 
 def test_a_discount_stays_in_its_document_by_hand():
@@ -190,7 +193,7 @@ def test_equals_autograd(discount, ratio_clip, several):
         loss, gradient, sums = table_step(logits, batch, targets, 16, knobs)
         assert loss == pytest.approx(wanted.item(), abs=1e-10)
         torch.testing.assert_close(gradient, twin.grad, rtol=1e-9, atol=1e-12)
-        assert (0 < sums["clipped"] < sums["on_policy_rows"] == 19) == (ratio_clip < 100)
+        assert (0 < sums["ratio_clipped"] < sums["on_policy_rows"] == 19) == (ratio_clip < 100)
 
 
 @pytest.mark.parametrize("discount", [0.3, 0.9, 1.0])

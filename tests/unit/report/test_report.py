@@ -163,6 +163,17 @@ def test_several_runs(tmp_path: Path) -> None:
     assert len(embedded(html)["runs"]) == 3
 
 
+def test_evaluations_of_no_run_stand_beside_those_of_the_runs(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [step(1)], [evaluation(1)])
+    others = {"before": evaluation(0, 3.5, kl=1.5), "teacher": evaluation(0, 1.0, kl=None, agreement=None)}
+    html = write_report([run], tmp_path / "report.html", others).read_text(encoding="utf-8")
+    assert cells(html, "The last evaluation of every run") == [
+        ["run", "1", "1.2500", "12.50", "0.3750", "62.5%", "0.0312"],
+        ["before", "–", "3.5000", "12.50", "1.5000", "62.5%", "0.0312"],
+        ["teacher", "–", "1.0000", "12.50", "–", "–", "0.0312"],
+    ]
+
+
 def test_values_per_token_are_not_compared_across_tokenizers(tmp_path: Path) -> None:
     """Perplexity 12.5 of 100 tokens and 9.5 of 140: the same text, cut in other ways."""
     a = make_run(tmp_path / "a", [step(1)], [evaluation(1, 1.5, ece=0.02)])
@@ -201,17 +212,17 @@ def test_a_teacher_with_other_tokens_has_curves_of_its_own(tmp_path: Path) -> No
         None,
         [1.5, 1.5],
     ]
-    spelled = [run["metrics"]["columns"].get("spelled_kl", {}).get("value") for run in data["runs"]]
-    assert spelled == [None, [1.5, 1.5], None]
+    across_kl = [run["metrics"]["columns"].get("cross_tokenizer_kl", {}).get("value") for run in data["runs"]]
+    assert across_kl == [None, [1.5, 1.5], None]
     titles = [panel["title"] for panel in data["panels"]]
-    assert {"KL to the teacher", "KL to the teacher, prefix_marginal", "Top-1 agreement, prefix_marginal"} <= set(
+    assert {"KL to the teacher", "KL to the teacher, cross-tokenizer", "Top-1 agreement, cross-tokenizer"} <= set(
         titles
     )
-    (figure,) = [part for part in html.split("<figure")[1:] if "<h4>KL to the teacher, prefix_marginal" in part]
+    (figure,) = [part for part in html.split("<figure")[1:] if "<h4>KL to the teacher, cross-tokenizer" in part]
     assert figure.count("<polyline") == 1 and "for a teacher with other tokens" in figure
     (figure,) = [part for part in html.split("<figure")[1:] if "<h4>KL to the teacher <" in part]
     assert figure.count("<polyline") == 2
-    assert "prefix_marginal" not in " ".join(panel["title"] for panel in embedded(page(plain))["panels"])
+    assert "cross-tokenizer" not in " ".join(panel["title"] for panel in embedded(page(plain))["panels"])
 
 
 def test_labels_are_the_shortest_that_differ() -> None:

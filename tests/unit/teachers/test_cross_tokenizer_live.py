@@ -13,9 +13,9 @@ from potstill.config import CrossTokenizerConfig, StudentConfig
 from potstill.data import Encoder, Piece
 from potstill.models import load_student, shared_ids
 from potstill.teachers.live import live_teacher
-from potstill.training.student import LossKnobs, StudentLoss
+from potstill.training.student import LossSettings, StudentLoss
 
-KNOBS = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 0.8, 0.3)
+KNOBS = LossSettings("forward_kl", 0.5, 0.1, 1.0, 0.8, 0.3)
 TEXTS = ["The people of the United States.", "Peace, commerce – naïve façades\n", "2,024 treaties; 日本 and 🙂", "a"]
 
 
@@ -32,7 +32,7 @@ def gradients(student, teacher, batches, knobs=KNOBS):
     for batch in batches:
         loss, sums = module(batch, answers(teacher, [batch])[0], tokens, knobs)
         loss.backward()
-        kd += float(sums[1])
+        kd += float(sums["kd"])
     return kd, torch.cat([p.grad.flatten() for p in module.parameters()])
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from taught import KD, answers, batches_of, builder, data_of, relative, sentence, step, write_files
 from tiny import CPU, LLAMA, batch_of
 from tiny_models import make_model, write_jsonl
@@ -24,7 +23,7 @@ from potstill.teachers.live import LiveModel
 from potstill.teachers.open import open_teachers
 from potstill.teachers.stored import StoredSignal
 from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks
-from potstill.training.metrics import Coverage
+from potstill.training.logging import TextWarnings
 from potstill.types import PotstillError
 
 PIECES = "shipped:tokenizers/pieces-1k"
@@ -278,7 +277,7 @@ def test_texts_that_differ_are_an_error_and_little_coverage_a_warning(student, t
         PotstillError, match=r"only \d+ are the same .* student .*pieces-1k.* teacher .*they do not stand"
     ):
         aligned_chunks(pair, batch_of(ours), [other])
-    watch = Coverage(Console(soft_wrap=True))
+    watch = TextWarnings(print)
     watch.stepped(potstill.Run(tmp_path, step=3), {"align_bytes": 0.95})
     assert capsys.readouterr().out == ""
     for _ in range(2):

@@ -38,7 +38,7 @@ from potstill.teachers.open import open_teachers, prepared
 from potstill.teachers.remote import StudentTopK, open_server
 from potstill.teachers.stored import StoredSignal
 from potstill.teachers.teacher import Teacher
-from potstill.training.student import LossKnobs
+from potstill.training.student import LossSettings
 from potstill.types import Example, PotstillError
 
 PIECES = "shipped:tokenizers/pieces-1k"
@@ -119,7 +119,7 @@ def exact_top_k(dense: DenseTarget, k: int, temperature: float) -> TopKTarget:
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_top_k_is_the_exact_top_k(opened, teacher, student, data, divergence, temperature):
     batches = batches_of(data, student)[:2]
-    knobs = LossKnobs(divergence, 0.3, 0.1, temperature, 0.7, 0.4)
+    knobs = LossSettings(divergence, 0.3, 0.1, temperature, 0.7, 0.4)
     remote = {"kind": "top_k", "k": 24}
     found = opened(student, data, {"remote": remote}, divergence=divergence, temperature=temperature)
     live = live_of(teacher, student)
@@ -186,7 +186,7 @@ def test_reverse_kl_on_the_students_own_top_k_by_hand(opened, teacher, data):
 def test_with_all_ids_it_is_the_dense_reverse_kl(opened, teacher, student, data, layout):
     data = data.model_copy(update=layout)
     batches = batches_of(data, student)[:2]
-    knobs = LossKnobs("reverse_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
+    knobs = LossSettings("reverse_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
     remote = {"kind": "student_top_k", "k": 100_000}
     found = opened(student, data, {"remote": remote}, divergence="reverse_kl")
     live = live_of(teacher, student)

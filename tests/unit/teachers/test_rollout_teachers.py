@@ -23,7 +23,7 @@ from potstill.rollouts.prompts import Answers, Prompter, stop_ids
 from potstill.rollouts.transformers import TransformersEngine
 from potstill.shipped import locate
 from potstill.teachers.open import open_teachers
-from potstill.training.student import LossKnobs
+from potstill.training.student import LossSettings
 
 PIECES = "shipped:tokenizers/pieces-1k"
 METHODS = ("prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld")
@@ -77,7 +77,7 @@ def opened():
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "policy_gradient_kl"])
 def test_with_the_students_tokens(opened, served, tiny_teacher, data, student, tmp_path: Path, divergence: str) -> None:
     batches = rollouts(student, data)
-    knobs = LossKnobs(divergence, 0.5, 0.1, 1.0, 1.0, 0.0)
+    knobs = LossSettings(divergence, 0.5, 0.1, 1.0, 1.0, 0.0)
     live = opened(student, data, {"model": str(tiny_teacher)}, divergence=divergence)
     expected, gradients = step(student, batches, answers(live, batches), knobs)
     hidden = {"store": {"kind": "hidden"}}
@@ -100,7 +100,7 @@ def test_with_the_students_tokens(opened, served, tiny_teacher, data, student, t
 def test_all_entries_of_the_top_k_are_the_whole_distribution(opened, served, tiny_teacher, data, student) -> None:
     """With k = V nothing is left out."""
     batches = rollouts(student, data)
-    knobs = LossKnobs("reverse_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
+    knobs = LossSettings("reverse_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
     live = opened(student, data, {"model": str(tiny_teacher)}, divergence="reverse_kl")
     expected, gradients = step(student, batches, answers(live, batches), knobs)
     width = len(student.tokenizer)
@@ -117,7 +117,7 @@ def test_a_cache_of_the_top_k_has_what_the_server_said_within_its_rounding(
     opened, served, data, student, tmp_path
 ) -> None:
     batches = rollouts(student, data)
-    knobs = LossKnobs("reverse_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
+    knobs = LossSettings("reverse_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
     said = opened(
         student, data, {"server": served.address, "remote": {"kind": "top_k", "k": 64}}, divergence="reverse_kl"
     )
@@ -134,7 +134,7 @@ def test_a_cache_of_the_top_k_has_what_the_server_said_within_its_rounding(
 @pytest.mark.parametrize("method", METHODS)
 def test_with_other_tokens(opened, served, tiny_teacher, data, other, tmp_path: Path, method: str) -> None:
     batches = rollouts(other, data)
-    knobs = LossKnobs("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
+    knobs = LossSettings("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
     across = {"cross_tokenizer": {"method": method}}
     live = opened(other, data, {"model": str(tiny_teacher), **across})
     expected, gradients = step(other, batches, answers(live, batches), knobs)

@@ -38,7 +38,7 @@ from potstill.teachers.open import as_teachers_need, open_teachers, prepared
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.stored import StoredSignal
 from potstill.teachers.teacher import Teacher
-from potstill.training.student import LossKnobs
+from potstill.training.student import LossSettings
 from potstill.types import DenseTarget, PotstillError
 
 TWO = {"kind": "top_k", "k": 32, "temperatures": (1.0, 2.0)}
@@ -116,7 +116,7 @@ def test_hidden_states_serve_every_divergence_and_temperature(built, teacher, st
     batches = batches_of(data, student)[:2]
     live = live_of(teacher, student)
     for temperature in (1.0, 2.5):
-        knobs = LossKnobs(divergence, 0.3, 0.1, temperature, 0.7, 0.4)
+        knobs = LossSettings(divergence, 0.3, 0.1, temperature, 0.7, 0.4)
         found = opened(built(kind="hidden"), student, data, divergence=divergence, temperature=temperature)
         loss, gradients = step(student, batches, targets_of(found, batches), knobs)
         expected, live_gradients = step(student, batches, [live.targets(batch) for batch in batches], knobs)

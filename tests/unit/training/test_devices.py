@@ -21,7 +21,7 @@ from potstill.losses import fused_linear_kd
 from potstill.models import LanguageModel
 from potstill.teachers.live import live_teacher
 from potstill.teachers.open import Prepared
-from potstill.training import loop
+from potstill.training import step
 from potstill.training.metrics import Stopwatch
 from potstill.training.optimizer import make_optimizers
 from potstill.training.run import Run
@@ -80,7 +80,7 @@ def parts_of(student, teacher, device, settings):
     module = StudentLoss(student).train()
     optimizers = make_optimizers(student.model, student.model.get_output_embeddings(), settings.train.optimizer)
     live = live_teacher(teacher, 2048, "teacher")
-    return Parts(device, student, module, [live], optimizers, settings.train.precision, None, None, None, settings)
+    return Parts(settings, device, student, module, [live], optimizers, None, None)
 
 
 def window(packed, micro_batches, own=False):
@@ -120,8 +120,8 @@ def test_a_step_on_fake_cuda_tensors_mixes_no_devices(fake_cuda, packed, optimiz
     student, teacher = tiny(0), tiny(1, hidden_size=48)
     settings = recipe(own, precision="bf16", optimizer={"name": optimizer})
     reads = []
-    monkeypatch.setattr(loop, "read", lambda values: reads.append(values) or [0.5] * values.shape[0])
-    monkeypatch.setattr(loop, "peak_memory_bytes", lambda device: 0)
+    monkeypatch.setattr(step, "read", lambda values: reads.append(values) or [0.5] * values.shape[0])
+    monkeypatch.setattr(step, "peak_memory_bytes", lambda device: 0)
     with FakeTensorMode() as mode:
         parts = parts_of(*(on_device(m, fake_cuda) for m in (student, teacher)), fake_cuda, settings)
 
@@ -133,7 +133,7 @@ def test_a_step_on_fake_cuda_tensors_mixes_no_devices(fake_cuda, packed, optimiz
         monkeypatch.setattr(torch.Tensor, "backward", backward)
         batches = tuple(fake_batch(mode, batch) for batch in window(packed, 1, own).batches)
         steps = StepBatch(batches, {}, {"supervised_tokens": 1}, 0)
-        metrics = loop.optimizer_step(settings, parts, ready(parts, steps), Run(Path(), total_steps=3), Stopwatch())
+        metrics = step.optimizer_step(parts, ready(parts, steps), Run(Path(), total_steps=3), Stopwatch())
     assert metrics["step"] == 1
     assert reads[0].device == fake_cuda
     assert all(p.device == fake_cuda for p in parts.module.parameters())
@@ -172,14 +172,14 @@ def test_the_host_waits_once_a_step(packed, micro_batches, own, monkeypatch):
     settings, steps = recipe(own), window(packed, micro_batches, own)
     parts = parts_of(tiny(0), tiny(1, hidden_size=48), CPU, settings)
     reads = []
-    real = loop.read
-    monkeypatch.setattr(loop, "read", lambda values: reads.append(values.shape) or real(values))
-    loop.optimizer_step(settings, parts, ready(parts, steps), Run(Path(), total_steps=3), Stopwatch())
+    real = step.read
+    monkeypatch.setattr(step, "read", lambda values: reads.append(values.shape) or real(values))
+    step.optimizer_step(parts, ready(parts, steps), Run(Path(), total_steps=3), Stopwatch())
     with CountWaits() as counter:
         for method in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
             note = functools.partial(noting, counter.seen, getattr(torch.Tensor, method), method)
             monkeypatch.setattr(torch.Tensor, method, functools.partialmethod(note))
-        metrics = loop.optimizer_step(settings, parts, ready(parts, steps), Run(Path(), 1, 3), Stopwatch())
+        metrics = step.optimizer_step(parts, ready(parts, steps), Run(Path(), step=1, total_steps=3), Stopwatch())
     assert len(reads) == 2
     assert (metrics.keys() >= {"sampling_logprob_gap", "ratio_mean", "ratio_clipped", "advantage"}) == own
     # The one read, for the log. On a CPU, where nobody waits, the backward pass looks whether its scale is 1.

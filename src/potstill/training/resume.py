@@ -1,0 +1,143 @@
+"""A run's folder: opened for this process alone, checked against the recipe, and resumed from its newest checkpoint."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from potstill.config import Recipe
+from potstill.config.recipe import changed_keys, load_recipe, recipe_yaml
+from potstill.files import json_lines, lock, remove_unfinished, write_text
+from potstill.teachers.open import check_there, count_left
+from potstill.training.checkpoint import Checkpoints
+from potstill.training.feed import count_steps
+from potstill.training.logging import EVALS, METRICS
+from potstill.training.run import Progress, Run
+from potstill.training.setup import Parts
+from potstill.training.state import load_state
+from potstill.types import PotstillError
+
+RECIPE = "recipe.yaml"
+OTHER_FOLDER = "run= of a recipe, --out of the quickstart"
+# What may differ when a run is resumed: it does not change the steps already taken.
+MAY_CHANGE = re.compile(
+    r"train\.(steps|device):|checkpoint\.|eval[.:]|log\.|run:|data\.workers:|teachers\.\d+\.(server|remote\.(concurrency|timeout|"
+    r"retry_timeout|token)):|rollouts\.engine\.(server|folder|batch_size):"
+)
+_locks: dict[Path, int] = {}  # held until the process ends, however it ends
+
+
+def open_run(recipe: Recipe, warn: Callable[[str], None]) -> tuple[Recipe, Checkpoints]:
+    """Lock the run's folder. Gives its checkpoints, and the recipe with the size of pieces that the run began with, where the
+    recipe does not say: a run is never measured twice."""
+    folder = Path(recipe.run)
+    checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep, warn)
+    if checkpoints.all():
+        recipe = _as_begun(recipe, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _lock(folder)
+        for name in (RECIPE, METRICS, EVALS):  # which only the holder of the lock writes
+            remove_unfinished(folder, f"*-{name}")
+        checkpoints.prepare()
+    except OSError as error:
+        raise PotstillError(f"run: cannot write to {folder} ({error.strerror or error})") from error
+    return recipe, checkpoints
+
+
+def _as_begun(recipe: Recipe, folder: Path) -> Recipe:
+    if recipe.checkpoint.resume == "never":
+        raise PotstillError(
+            f"{folder} holds a run already and checkpoint.resume is never: choose another folder ({OTHER_FOLDER})"
+        )
+    forced = recipe.checkpoint.resume == "force"
+    try:
+        begun = load_recipe(folder / RECIPE)
+    except PotstillError:
+        if forced:
+            return recipe
+        raise
+    if recipe.data.piece_bytes is None:
+        pieces = {"piece_bytes": begun.data.piece_bytes}
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=pieces)})
+    changed = [c for c in changed_keys(begun, recipe) if not MAY_CHANGE.match(c)]
+    if changed and not forced:
+        raise PotstillError(
+            f"{folder} holds a run with other settings ({'; '.join(changed)}): choose another folder ({OTHER_FOLDER}), or "
+            "resume it with the new settings by checkpoint.resume=force"
+        )
+    return recipe
+
+
+def _lock(folder: Path) -> None:
+    path = (folder / ".lock").resolve()
+    if path in _locks:
+        return
+    try:
+        _locks[path] = lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise PotstillError(
+            f"another process is training in {folder}: wait for it, or choose another folder ({OTHER_FOLDER})"
+        ) from None
+
+
+def resume(parts: Parts, checkpoints: Checkpoints, console: Console) -> Run:
+    """The run, with the newest whole checkpoint put into its parts; without one, at its start. Saves the resolved recipe."""
+    recipe, folder = parts.recipe, Path(parts.recipe.run)
+    steps, found = recipe.train.steps, checkpoints.newest()
+    if found is None:
+        total = steps or _count_steps(parts, console)
+        if not recipe.rollouts.writes and not any(source.streaming for source in parts.data.sources):
+            check_there(lambda: parts.windows(None), parts.teachers, total)
+        run = Run(folder, total_steps=total, teachers=parts.identities)
+    else:
+        path, progress = found
+        _check_fits(parts, progress, folder)
+        load_state(path, parts.module, parts.optimizers)
+        best = None if progress.best_step is None else checkpoints.at(progress.best_step)
+        evaluation = _last_evaluation(folder / EVALS, progress.step)
+        run = Run(folder, evaluation, path, best, **vars(progress))
+        run.total_steps = steps or run.total_steps
+    write_text(folder / RECIPE, recipe_yaml(recipe))  # not earlier: a recipe that does not fit is not the run's
+    return run
+
+
+def _check_fits(parts: Parts, progress: Progress, folder: Path) -> None:
+    recipe = parts.recipe
+    if recipe.train.steps is not None and recipe.train.steps < progress.step:
+        raise PotstillError(
+            f"train.steps is {recipe.train.steps} and the run in {folder} is at step {progress.step} already: choose another "
+            f"folder ({OTHER_FOLDER})"
+        )
+    changed = [now for then, now in zip(progress.teachers, parts.identities, strict=False) if then != now]
+    if changed and recipe.checkpoint.resume == "auto":
+        raise PotstillError(
+            f"the run in {folder} began with another model behind its server ({progress.teachers}, now {parts.identities}): "
+            "start the one it had again, choose another folder with run=, or resume all the same with "
+            "checkpoint.resume=force"
+        )
+
+
+def _last_evaluation(path: Path, step: int) -> dict[str, Any] | None:
+    records = [record for _, record in json_lines(path) if record is not None and record["step"] <= step]
+    return records[-1] if records else None
+
+
+def _count_steps(parts: Parts, console: Console) -> int:
+    """With `train.epochs`, the schedule needs to know how many steps they are."""
+    recipe = parts.recipe
+    with console.status("counting the steps of train.epochs …") as status:
+
+        def progress(steps: int) -> None:
+            status.update(f"counting the steps of train.epochs: {steps:,} …")
+
+        if recipe.rollouts.writes:
+            return count_steps(recipe, parts, progress)
+        if any(teacher.on_missing == "skip" for teacher in recipe.teachers):
+            return count_left(parts.windows(None), parts.teachers, progress)
+        return parts.windows(None).count(progress)

@@ -1,0 +1,105 @@
+"""One optimizer step: all its micro-batches, one division, one update."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from potstill.config import Recipe
+from potstill.config.sections import value_at
+from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
+from potstill.teachers.combine import compute_targets
+from potstill.teachers.open import Prepared
+from potstill.training.diagnosis import Diverged, diagnose
+from potstill.training.metrics import SUMS, Stopwatch, alignment, means, peak_memory_bytes
+from potstill.training.optimizer import lr_factor, set_lr
+from potstill.training.run import Run
+from potstill.training.setup import Parts
+from potstill.training.student import LossSettings
+from potstill.types import Teacher
+
+
+def optimizer_step(parts: Parts, step: Prepared, run: Run, clock: Stopwatch) -> dict[str, Any]:
+    """Take the step after `run.step`; gives its metrics."""
+    recipe, window = parts.recipe, step.window
+    settings = loss_settings(recipe, run.step / max(1, run.total_steps - 1))
+    kd_scale = run.kd_scale
+    scaled = replace(settings, kd_weight=settings.kd_weight * kd_scale)
+    # Of the whole step, over all micro-batches and ranks: the only divisor.
+    tokens = count_over_ranks(sum(batch.supervised_tokens for batch in window.batches))
+    teachers = parts.teachers if settings.kd_weight else []  # a teacher without weight is not asked
+    sums, counts = _accumulate(parts, step, teachers, tokens, scaled, clock)
+    with clock.of("optimizer"):
+        norm = torch.nn.utils.clip_grad_norm_(parts.module.parameters(), recipe.train.max_grad_norm or math.inf)
+        zero = torch.zeros((), device=parts.device)
+        totals = sum_over_ranks(torch.stack([sums.get(name, zero) for name in SUMS]))
+        *values, grad_norm = read(torch.cat([totals, norm.float().view(1)]))
+        total = dict(zip(SUMS, values, strict=True))
+        if not (math.isfinite(total["loss"]) and math.isfinite(grad_norm)):
+            raise Diverged(diagnose(parts, step, scaled, run.step + 1))
+        lr = set_lr(parts.optimizers, lr_factor(run.step, run.total_steps, recipe.train.lr_schedule))
+        for optimizer in parts.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if recipe.loss.dynamic_scaling and total["kd"] > 0:
+        run.kd_scale = total["ce"] / total["kd"]
+    seconds = clock.read()
+    return {
+        "step": run.step + 1,
+        "epoch": window.epoch,
+        "loss": total["loss"],
+        "kd": total["kd"] / tokens if teachers else None,
+        "ce": total["ce"] / tokens,
+        "temperature": settings.temperature,
+        "kd_weight": settings.kd_weight if teachers else 0.0,
+        **({"kd_scale": kd_scale} if recipe.loss.dynamic_scaling else {}),
+        "ce_weight": settings.ce_weight,
+        **means(total),
+        **alignment(counts),
+        **window.facts,
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "tokens": window.counts["supervised_tokens"],
+        "tokens_per_second": tokens / sum(seconds.values()),
+        **seconds,
+        "peak_memory_bytes": peak_memory_bytes(parts.device),
+    }
+
+
+def _accumulate(
+    parts: Parts, step: Prepared, teachers: Sequence[Teacher], tokens: int, settings: LossSettings, clock: Stopwatch
+) -> tuple[dict[str, Tensor], Counter[str]]:
+    """Forward and backward over the micro-batches: the sums over their rows, and what the teachers counted."""
+    sums: dict[str, Tensor] = {}
+    counts: Counter[str] = Counter()
+    stat_rows = parts.recipe.log.stat_rows
+    for host_batch, ready in zip(step.window.batches, step.ready, strict=True):
+        batch = host_batch.to(parts.device)
+        with clock.of("teacher"):
+            targets = compute_targets(teachers, ready if teachers else [], batch, parts.recipe.loss, counts)
+        with clock.of("student"):
+            with parts.autocast():
+                loss, found = parts.module(batch, targets, tokens, settings, stat_rows)
+            loss.backward()
+            sums |= {name: sums[name] + value if name in sums else value for name, value in found.items()}
+            stat_rows = 0  # a sample of the first micro-batch is enough
+    return sums, counts
+
+
+def read(values: Tensor) -> list[float]:
+    """The one place, once per step, where the host waits for the device."""
+    return values.tolist()
+
+
+def loss_settings(recipe: Recipe, progress: float) -> LossSettings:
+    """The loss section with its schedules read at `progress` (0 at the first step, 1 at the last)."""
+    keys: dict[str, Any] = {each.name: getattr(recipe.loss, each.name) for each in fields(LossSettings)}
+    keys["ce_weight"] = recipe.ce_weight
+    keys |= {key: value_at(keys[key], progress) for key in ("temperature", "kd_weight", "ce_weight")}
+    return LossSettings(**keys)
