@@ -52,7 +52,8 @@ def train(
         interrupted = lambda: stop.name is not None  # noqa: E731
         feed = stack.enter_context(open_feed(recipe, parts, run, run.folder, run.checkpoint, interrupted))
         for note in feed.notes:
-            warn(note)
+            if note not in parts.notes:  # of the same engine for evaluations
+                warn(note)
         for teacher in parts.teachers:  # before the feed, whose threads may wait for a server
             stack.callback(teacher.close)
         for watcher in watching:

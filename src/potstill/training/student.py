@@ -59,15 +59,16 @@ class StudentLoss(nn.Module):
         if torch.is_autocast_enabled(hidden.device.type):  # the last norm is float32; the head's products need not be
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         head = self.student.at_rows(hidden)
+        row_weight = hidden.new_full((len(batch.rows),), 1.0 / divisor, dtype=torch.float32)
         score: Score | None = None
         if settings.divergence == "policy_gradient_kl":
-            out, score = _policy_gradient(head, batch, targets, divisor, settings)
+            out, score = _policy_gradient(head, batch, targets, row_weight, settings)
         else:
             out = _fused(
                 head,
                 batch,
                 targets,
-                divisor,
+                row_weight,
                 divergence=settings.divergence,
                 temperature=settings.temperature,
                 beta=settings.beta,
@@ -84,25 +85,20 @@ class StudentLoss(nn.Module):
         return out.loss, {name: value.detach().float() for name, value in sums.items()}
 
 
-def _fused(head: DenseTarget, batch: Batch, targets: Targets | None, divisor: float, **options: Any) -> FusedLoss:
-    """`fused_linear_kd` of a batch: each row weighs one of the step's supervised tokens."""
+def _fused(head: DenseTarget, batch: Batch, targets: Targets | None, row_weight: Tensor, **options: Any) -> FusedLoss:
+    """`fused_linear_kd` of a batch."""
     assert head.hidden is not None and head.weight is not None
     return fused_linear_kd(
         head.hidden,
         head.weight,
         targets,
         labels=batch.rows.labels,
-        row_weight=_row_weight(head, batch, divisor),
+        row_weight=row_weight,
         bias=head.bias,
         softcap=head.softcap,
         logit_scale=head.logit_scale,
         **options,
     )
-
-
-def _row_weight(head: DenseTarget, batch: Batch, divisor: float) -> Tensor:
-    assert head.hidden is not None
-    return head.hidden.new_full((len(batch.rows),), 1.0 / divisor, dtype=torch.float32)
 
 
 def _ce_weight(batch: Batch, settings: LossSettings) -> float | Tensor:
@@ -114,15 +110,15 @@ def _ce_weight(batch: Batch, settings: LossSettings) -> float | Tensor:
 
 
 def _policy_gradient(
-    head: DenseTarget, batch: Batch, targets: Targets, divisor: float, settings: LossSettings
+    head: DenseTarget, batch: Batch, targets: Targets, row_weight: Tensor, settings: LossSettings
 ) -> tuple[FusedLoss, Score | None]:
     """The loss by the tokens that the student drew. Its gradient is that of a cross-entropy with weights of its own, its value
     is not: the one is put under the other."""
     behaviour, plain = batch.rows.behaviour, _ce_weight(batch, settings)
     if behaviour is None or not targets:
-        return _fused(head, batch, None, divisor, ce_weight=plain), None
+        return _fused(head, batch, None, row_weight, ce_weight=plain), None
     with torch.no_grad():
-        logq = -_fused(head, batch, None, divisor).ce
+        logq = -_fused(head, batch, None, row_weight).ce
     score = policy_gradient_kl(
         logq,
         [(share, chosen_logprobs(target, batch.rows.labels)) for share, target in targets],
@@ -131,8 +127,7 @@ def _policy_gradient(
         discount=settings.discount,
         ratio_clip=settings.ratio_clip,
     )
-    out = _fused(head, batch, None, divisor, ce_weight=plain + settings.kd_weight * score.weight)
-    row_weight = _row_weight(head, batch, divisor)
+    out = _fused(head, batch, None, row_weight, ce_weight=plain + settings.kd_weight * score.weight)
     value = (row_weight * (settings.kd_weight * score.value + plain * out.ce)).sum()
     return FusedLoss(out.loss - out.loss.detach() + value, score.value, out.ce), score
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import tiny
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from potstill.config import DataConfig, EvalConfig, RolloutsConfig, SamplingConfig, SourceConfig
 from potstill.evals.on_policy import OnPolicyEval
@@ -53,6 +54,17 @@ def test_it_is_the_mean_over_what_the_student_wrote(tmp_path) -> None:
     )
     assert found["on_policy_length"] <= 9.0 and student.model.training
     assert found == on_policy_eval(student, teacher, tmp_path)()  # the same texts every time
+
+
+def test_a_student_that_writes_slowly_is_told(tmp_path, monkeypatch) -> None:
+    forward = LlamaModel.forward
+    monkeypatch.setattr(  # it forgets what it read
+        LlamaModel,
+        "forward",
+        lambda self, *args, past_key_values=None, attention_mask=None, **k: forward(self, *args, **k),
+    )
+    (note,) = on_policy_eval(tiny(), tiny(), tmp_path).notes
+    assert note.startswith("rollouts.engine: the student (llama) writes more slowly than others")
 
 
 def test_a_student_that_is_its_teacher_is_at_zero(tmp_path) -> None:
