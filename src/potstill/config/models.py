@@ -137,6 +137,10 @@ class TeacherConfig(Section):
         description="address of `potstill serve`, or of an OpenAI-compatible server that gives prompt "
         "log-probabilities (vLLM)",
     )
+    source: str | None = Field(
+        None, description="a source of your own, by its name in `potstill.teachers.open.SOURCES` (docs/extending.md)"
+    )
+    options: dict[str, Any] = Field({}, description="with `source`: what it is opened with")
     remote: RemoteConfig = RemoteConfig()
     served_model_name: str | None = Field(
         None, description="with `server`: the model's name there; default: its only one"
@@ -173,10 +177,12 @@ class TeacherConfig(Section):
 
     @model_validator(mode="after")
     def _an_origin(self) -> TeacherConfig:
-        if self.model is None and self.cache is None and self.server is None:
+        if self.model is None and self.cache is None and self.server is None and self.source is None:
             raise ValueError("give model, server or cache, or a cache beside one of the others")
         if self.model is not None and self.server is not None:
             raise ValueError("give model or server, not both: they would be two teachers")
+        if self.source is not None and (self.model or self.server or self.cache):
+            raise ValueError("source goes without model, server and cache")
         if self.on_missing == "skip" and not (self.model is None and self.server is None):
             raise ValueError(
                 "on_missing: skip goes with a cache alone; with model or server beside it, what is missing is computed"
@@ -208,4 +214,9 @@ class TeacherConfig(Section):
 
     @property
     def name(self) -> str:
-        return self.model or self.server or self.cache or ""
+        return self.model or self.server or self.cache or self.source or ""
+
+    @property
+    def kind(self) -> str:
+        """What its signal comes from, as `potstill.teachers.open.SOURCES` names it."""
+        return self.source or ("cache" if self.cache is not None else "server" if self.server is not None else "model")

@@ -15,7 +15,7 @@ import torch
 
 from potstill.cache.build import CacheWriter
 from potstill.cache.manifest import read_manifest, tokenizer_of
-from potstill.cache.origin import LiveOrigin, Origin
+from potstill.cache.origin import LiveOrigin
 from potstill.cache.reader import CacheReader
 from potstill.cache.reading import as_cached, chat_kwargs, piece_of
 from potstill.cache.store import Cache, check_beside
@@ -52,66 +52,129 @@ class TeacherSet:
 
 @dataclass(frozen=True)
 class Opening:
-    """A teacher of a recipe that is to be opened."""
+    """A teacher of a recipe that is to be opened, and the run that it is for."""
 
     config: TeacherConfig
     student: LanguageModel
     data: DataConfig
     loss: LossConfig
-    where: str
-
-    def differs(self, tokenizer: Any) -> bool:
-        return difference(self.student.tokenizer, tokenizer) is not None
+    device: torch.device
+    where: str  # what messages call it
 
     def teacher(self, source: SignalSource, view: TokenizerView) -> Teacher[SignalSource]:
         return Teacher(source, view, self.config.name, self.config.weight, self.config.filter)
 
-    def model(self, language_model: LanguageModel) -> Teacher[SignalSource]:
-        config, student, tokenizer = self.config, self.student, language_model.tokenizer
-        if not self.differs(tokenizer) and config.context_column is None:
-            width = shared_ids(student, language_model, self.where)
-            return self.teacher(LiveModel(language_model, width), SameTokenizerView())
-        temperature = check_cross_tokenizer(config.cross_tokenizer, self.loss, self.where)
+    def reader(self, tokenizer: Any, positions: int | None) -> TeacherReader:
+        return TeacherReader(tokenizer, positions, chat_kwargs(self.data), self.config.context_column)
+
+
+@dataclass(frozen=True)
+class Opened:
+    teacher: Teacher[SignalSource]
+    origin: LanguageModel | RemoteOrigin | None = None  # what computes its signal
+    difference: str | None = None  # of its tokenizer from the student's
+
+
+def open_model(opening: Opening) -> Opened:
+    config, student = opening.config, opening.student
+    model = load_teacher(config, opening.device, opening.where)
+    reason = difference(student.tokenizer, model.tokenizer)
+    if reason is None and config.context_column is None:
+        source = LiveModel(model, shared_ids(student, model, opening.where))
+        return Opened(opening.teacher(source, SameTokenizerView()), model)
+    temperature = check_cross_tokenizer(config.cross_tokenizer, opening.loss, opening.where)
+    view, width = cross_tokenizer_view(student, model.tokenizer, model.vocabulary, config.cross_tokenizer, temperature)
+    source = LiveModel(model, width, opening.reader(model.tokenizer, model.positions))
+    return Opened(opening.teacher(source, view), model, reason)
+
+
+def open_served(opening: Opening) -> Opened:
+    config, student = opening.config, opening.student
+    origin = open_server(config, opening.where)
+    reason = difference(student.tokenizer, origin.tokenizer)
+    other = reason is not None or config.context_column is not None
+    teacher = open_remote(config, origin, student, opening.data, opening.loss, opening.where, other=other)
+    return Opened(teacher, origin, reason)
+
+
+def open_cached(opening: Opening) -> Opened:
+    """A cache, alone or in front of a model or a server that computes what it lacks."""
+    config, student, where = opening.config, opening.student, f"{opening.where}.cache"
+    folder, writer, piece = Path(config.cache or ""), None, piece_of
+    computes: LanguageModel | RemoteOrigin | None = None
+    if config.model is not None:
+        computes = load_teacher(config, opening.device, opening.where)
+    elif config.server is not None:
+        computes = open_server(config, opening.where)
+    tokenizer = _cached_tokenizer(folder, where) if computes is None else computes.tokenizer
+    reason = difference(student.tokenizer, tokenizer)
+    if computes is not None:
+        origin = LiveOrigin(computes, config.name) if isinstance(computes, LanguageModel) else computes
+        form = origin.format(config.store)  # checked before there is a folder
+        if reason is None:
+            check_loss(form, opening.loss, where)
+        else:
+            check_cross_tokenizer(config.cross_tokenizer, opening.loss, where, form)
+            piece = opening.reader(tokenizer, origin.positions).piece
+        writer = CacheWriter(origin, config.store, folder, data=opening.data)
+    cache, skip = Cache(folder), config.on_missing == "skip"
+    documents = CacheReader(
+        cache, skip_missing=skip, writer=writer, data=opening.data, piece=piece, own_ids=reason is None
+    )
+    if reason is None:
+        width, temperature = check_cache(cache, student, opening.data, opening.loss, where)
+        view: TokenizerView = SameTokenizerView(logprobs_only=opening.loss.policy_gradient)
+    else:
+        check_pieces(cache, opening.data, where)
+        _check_imported(cache, config, where)
+        temperature = check_cross_tokenizer(config.cross_tokenizer, opening.loss, where, cache.form)
         view, width = cross_tokenizer_view(
-            student, tokenizer, language_model.vocabulary, config.cross_tokenizer, temperature
+            student, tokenizer, cache.form.vocabulary, config.cross_tokenizer, temperature
         )
-        read = TeacherReader(tokenizer, language_model.positions, chat_kwargs(self.data), config.context_column)
-        return self.teacher(LiveModel(language_model, width, read), view)
+    return Opened(opening.teacher(StoredSignal(documents, width, temperature), view), computes, reason)
 
-    def server(self, origin: RemoteOrigin) -> Teacher[SignalSource]:
-        other = self.differs(origin.tokenizer) or self.config.context_column is not None
-        return open_remote(self.config, origin, self.student, self.data, self.loss, self.where, other=other)
 
-    def cache(self, folder: Path, origin: Origin | None, tokenizer: Any) -> Teacher[SignalSource]:
-        """`origin`: of what the cache lacks."""
-        config, where, other = self.config, f"{self.where}.cache", self.differs(tokenizer)
-        writer, piece = None, piece_of
-        if origin is not None:
-            form = origin.format(config.store)  # checked before there is a folder
-            if other:
-                check_cross_tokenizer(config.cross_tokenizer, self.loss, where, form)
-                piece = TeacherReader(tokenizer, origin.positions, chat_kwargs(self.data)).piece
-            else:
-                check_loss(form, self.loss, where)
-            writer = CacheWriter(origin, config.store, folder, data=self.data)
-        cache, skip = Cache(folder), config.on_missing == "skip"
-        documents = CacheReader(cache, skip_missing=skip, writer=writer, data=self.data, piece=piece, own_ids=not other)
-        if not other:
-            width, temperature = check_cache(cache, self.student, self.data, self.loss, where)
-            view: TokenizerView = SameTokenizerView(logprobs_only=self.loss.policy_gradient)
-            return self.teacher(StoredSignal(documents, width, temperature), view)
-        check_pieces(cache, self.data, where)
-        method = config.cross_tokenizer.method
-        if "imported" in cache.manifest and method in ("common_vocab", "projection", "span_likelihood"):
-            raise PotstillError(
-                f"{where}: the cache was imported, and does not know how likely the text's own tokens were where they are not "
-                f"among the entries, which cross_tokenizer.method {method} needs: take prefix_marginal or uld"
+def _cached_tokenizer(folder: Path, where: str) -> Any:
+    check_beside(folder, read_manifest(folder))
+    return load_tokenizer(str(tokenizer_of(folder)), where)
+
+
+def _check_imported(cache: Cache, config: TeacherConfig, where: str) -> None:
+    method = config.cross_tokenizer.method
+    if "imported" in cache.manifest and method in ("common_vocab", "projection", "span_likelihood"):
+        raise PotstillError(
+            f"{where}: the cache was imported, and does not know how likely the text's own tokens were where they are not "
+            f"among the entries, which cross_tokenizer.method {method} needs: take prefix_marginal or uld"
+        )
+
+
+# What a teacher's signal can come from, by the name that `TeacherConfig.kind` has for it. docs/extending.md adds one.
+SOURCES: dict[str, Callable[[Opening], Opened]] = {"model": open_model, "server": open_served, "cache": open_cached}
+
+
+def open_teachers(
+    configs: Sequence[TeacherConfig], student: LanguageModel, data: DataConfig, loss: LossConfig, device: torch.device
+) -> TeacherSet:
+    opened, live = [], []
+    notes: list[str] = []
+    for index, config in enumerate(configs):
+        where = f"teachers[{index}]"
+        if config.kind not in SOURCES:
+            raise PotstillError(f"{where}.source: there is no {config.kind}; there are {', '.join(SOURCES)}")
+        one = SOURCES[config.kind](Opening(config, student, data, loss, device, where))
+        _check_several(one.teacher, config, loss, where)
+        opened.append(one)
+        model = one.origin if isinstance(one.origin, LanguageModel) else None
+        notes.extend([] if model is None else model.notes)
+        if one.difference is not None:
+            notes.append(
+                f"{where}: {one.difference}. Texts are aligned by bytes, method {config.cross_tokenizer.method}"
             )
-        temperature = check_cross_tokenizer(config.cross_tokenizer, self.loss, where, cache.form)
-        view, width = cross_tokenizer_view(
-            self.student, tokenizer, cache.form.vocabulary, config.cross_tokenizer, temperature
-        )
-        return self.teacher(StoredSignal(documents, width, temperature), view)
+        elif model is not None:
+            live.append(live_teacher(model, shared_ids(student, model, where), config.name, config.weight))
+    servers = [one.origin if isinstance(one.origin, RemoteOrigin) else None for one in opened]
+    identities = [None if server is None else server.identity.weights for server in servers]
+    return TeacherSet([one.teacher for one in opened], live, notes, identities, opened[0].origin if opened else None)
 
 
 def open_live(
@@ -120,45 +183,6 @@ def open_live(
     """`key`: what messages call a teacher that is from no recipe."""
     language_model = load_teacher(config, device, where, key)
     return live_teacher(language_model, shared_ids(student, language_model, where), config.name, config.weight)
-
-
-def open_teachers(
-    configs: Sequence[TeacherConfig], student: LanguageModel, data: DataConfig, loss: LossConfig, device: torch.device
-) -> TeacherSet:
-    teachers, live, identities, writers = [], [], [], []
-    notes: list[str] = []
-    for index, config in enumerate(configs):
-        where = f"teachers[{index}]"
-        opening = Opening(config, student, data, loss, where)
-        model = None if config.model is None else load_teacher(config, device, where)
-        server = None if config.server is None else open_server(config, where)
-        there = model or server
-        tokenizer = _cached_tokenizer(config, where) if there is None else there.tokenizer
-        reason = difference(student.tokenizer, tokenizer)
-        identities.append(None if server is None else server.identity.weights)
-        writers.append(there)
-        notes.extend([] if model is None else model.notes)
-        if reason is not None:
-            notes.append(f"{where}: {reason}. Texts are aligned by bytes, method {config.cross_tokenizer.method}")
-        elif model is not None:
-            live.append(live_teacher(model, shared_ids(student, model, where), config.name, config.weight))
-        if config.cache is not None:
-            origin = server if model is None else LiveOrigin(model, config.name)
-            teacher = opening.cache(Path(config.cache), origin, tokenizer)
-        elif server is not None:
-            teacher = opening.server(server)
-        else:
-            assert model is not None
-            teacher = opening.model(model)
-        _check_several(teacher, config, loss, where)
-        teachers.append(teacher)
-    return TeacherSet(teachers, live, notes, identities, writers[0] if writers else None)
-
-
-def _cached_tokenizer(config: TeacherConfig, where: str) -> Any:
-    folder = Path(config.cache or "")
-    check_beside(folder, read_manifest(folder))
-    return load_tokenizer(str(tokenizer_of(folder)), f"{where}.cache")
 
 
 def _check_several(teacher: Teacher[SignalSource], config: TeacherConfig, loss: LossConfig, where: str) -> None:
