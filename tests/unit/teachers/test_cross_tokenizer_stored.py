@@ -137,7 +137,7 @@ def test_a_model_beside_the_cache_fills_it(built, teacher, student, data, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("store", "across", "loss", "says"),
+    ("store", "cross_tokenizer", "loss", "says"),
     [
         ({"kind": "sampled"}, {}, {}, r"the cache holds draws of the teacher's own tokens"),
         (
