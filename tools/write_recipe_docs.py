@@ -26,6 +26,7 @@ decides: `teachers: []` is plain training on the text, no `eval` section is no e
   count from 0.
 - **An unknown key is an error**, and so is a value of the wrong kind; what is wrong is reported together, before
   anything is loaded.
+- **What does not go together** is refused with the reason: [compatibility.md](compatibility.md) has the whole table.
 - **`${train.steps}`** is the value of another key, after all overrides. Nothing else can be referred to, the environment
   least of all: a secret stands in no recipe, only the name of the variable that holds it. `\\${` is a `${` that means itself.
 - **`shipped:NAME`** is a file or folder that comes with potstill: `shipped:teacher`, `shipped:corpus/train.parquet`,

@@ -187,8 +187,6 @@ class TeacherConfig(Section):
             raise ValueError(
                 "on_missing: skip goes with a cache alone; with model or server beside it, what is missing is computed"
             )
-        if self.context_column is not None and self.cache is not None:
-            raise ValueError("context_column goes without cache: a cache holds what the teacher says without it")
         if self.server is None and (self.tokenizer or self.served_model_name or self.remote != RemoteConfig()):
             raise ValueError("tokenizer, served_model_name and remote go with server")
         if self.server is not None:

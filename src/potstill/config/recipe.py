@@ -156,12 +156,15 @@ def _explain(error: ValidationError, root: type[BaseModel], where: str) -> str:
     for detail in error.errors(include_url=False):
         key, section = _place(detail["loc"], root)
         allowed, ending = _problem(detail, section)
-        sentences = found.setdefault(key, {}).setdefault(ending, [])
-        if allowed not in sentences:
-            sentences.append(allowed)
+        options = found.setdefault(key, {}).setdefault(ending, [])
+        if allowed not in options:
+            options.append(allowed)
     # A value that could be a number or a section: when something inside the section is wrong, that is what to say.
     told = {key: endings for key, endings in found.items() if not any(k.startswith(f"{key}.") for k in found if key)}
-    problems = [f"{key or 'recipe'}: {'; '.join(_sentences(endings))}" for key, endings in told.items()]
+    problems = []
+    for key, endings in told.items():
+        sentences = "; ".join(_sentences(endings))
+        problems += [f"{key}: {sentences}"] if key else sentences.splitlines()  # rules between sections name their keys
     if len(problems) == 1:
         return f"{where}: {problems[0]}"
     return f"{where} has {len(problems)} problems:\n" + "\n".join(f"  - {line}" for line in problems)

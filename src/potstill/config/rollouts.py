@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -127,21 +128,22 @@ class RolloutsConfig(Section):
             return False
         return self.max_staleness >= 2 * self.steps_per_generation - 1
 
-    def check_rows(self, batch_size: int) -> None:
-        """That the prompts of a generation fill its steps exactly."""
+    def row_conflicts(self, batch_size: int) -> Iterator[str]:
+        """Why the prompts of a generation do not fill its steps exactly."""
         rows = batch_size * self.steps_per_generation
         of = f"train.batch_size {batch_size}" + (
             f" × steps_per_generation {self.steps_per_generation}" if self.steps_per_generation > 1 else ""
         )
         if rows % self.num_generations:
             fit = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
-            raise ValueError(
+            yield (
                 f"rollouts.num_generations {self.num_generations} does not divide the {rows} rows of a generation ({of}): "
                 f"{fit} would fit"
             )
+            return
         prompts = rows // self.num_generations
         if self.generation_batch_size not in (None, prompts):
-            raise ValueError(
+            yield (
                 f"rollouts.generation_batch_size {self.generation_batch_size} × num_generations {self.num_generations} = "
                 f"{self.generation_batch_size * self.num_generations}, and a generation has {rows} rows ({of}): "
                 f"generation_batch_size {prompts} would fit, or train.batch_size "

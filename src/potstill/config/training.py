@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from potstill.config.data import DataConfig
-from potstill.config.sections import Positive, Schedule, Scheduled, Section, Share, fixed_value
+from potstill.config.sections import Positive, Schedule, Scheduled, Section, Share
 
 
 class LossConfig(Section):
@@ -60,24 +60,6 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _ranges(self) -> LossConfig:
-        if self.policy_gradient and fixed_value(self.temperature) != 1:
-            raise ValueError(
-                "divergence: policy_gradient_kl compares how likely the drawn tokens are, which is at temperature 1: leave "
-                "temperature out, or choose another divergence"
-            )
-        if self.policy_gradient and self.entropy_gate is not None:
-            raise ValueError(
-                "entropy_gate needs the teacher's distribution, of which divergence: policy_gradient_kl sees the drawn "
-                "tokens "
-                "only: leave entropy_gate out, or choose reverse_kl"
-            )
-        if self.policy_gradient and self.dynamic_scaling:
-            raise ValueError(
-                "dynamic_scaling divides by the divergence, and the value of policy_gradient_kl may be 0 or below: "
-                "leave it out"
-            )
-        if self.teacher_weighting is not None and self.combine_teachers != "sum":
-            raise ValueError(f"teacher_weighting goes with combine_teachers: sum, not with {self.combine_teachers}")
         for key in ("temperature", "kd_weight", "ce_weight"):
             number = getattr(self, key)
             if number is None:

@@ -15,6 +15,7 @@ from potstill.cache.reader import CacheReader
 from potstill.cache.reading import as_cached
 from potstill.cache.store import Cache
 from potstill.config import DataConfig, EvalConfig, LossConfig, Recipe, TeacherConfig
+from potstill.config.compatibility import Combination, check
 from potstill.data import without
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.evals.on_policy import OnPolicyEval
@@ -146,8 +147,8 @@ def in_cache(
     """What it holds of the text, read as in training: in the cache's own pieces, up to max_length."""
     cache = Cache(folder)
     data = as_cached(data, cache.manifest)
-    width, temperature = check_cache(cache, student, data, LossConfig(), where)
-    source = StoredSignal(CacheReader(cache, skip_missing=True), width, temperature)
+    check(Combination().stored(cache.form.kind, cache.form.temperatures), where, where)
+    source = StoredSignal(CacheReader(cache, skip_missing=True), check_cache(cache, student, data, where), 1.0)
     teacher = Teacher(source, SameTokenizerView(), str(folder))
     batches: list[Batch] = []
     examples = missing = 0

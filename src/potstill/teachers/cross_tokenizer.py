@@ -14,15 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potstill.cache.codec import Format
-from potstill.config import CrossTokenizerConfig, LossConfig
-from potstill.config.sections import fixed_value
+from potstill.config import CrossTokenizerConfig
 from potstill.losses import label_logprobs
 from potstill.models import LanguageModel
 from potstill.teachers.prefix_marginal import PrefixMarginalView
 from potstill.teachers.protocols import Asked, Ints, Plan, Signal, TokenizerView
 from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks, expanded
-from potstill.types import Batch, Chunks, CrossTarget, DenseTarget, Example, PotstillError, TopKTarget
+from potstill.types import Batch, Chunks, CrossTarget, DenseTarget, Example, TopKTarget
 
 
 def cross_tokenizer_view(
@@ -107,53 +105,3 @@ def _agreeing(start: TopKTarget, token: Tensor, logprob: Tensor) -> Tensor:
     own = start.ids == token[:, None]
     entry = start.logprobs.masked_fill(~own, -torch.inf).amax(-1)
     return torch.where(own.any(-1), entry, torch.minimum(logprob, start.tail))
-
-
-def check_cross_tokenizer(
-    cross_tokenizer: CrossTokenizerConfig, loss: LossConfig, where: str, form: Format | None = None
-) -> float:
-    """The loss's temperature, where a teacher with another tokenizer can serve it. `form`: of its cache."""
-    if loss.policy_gradient:
-        raise PotstillError(
-            f"{where}: loss.divergence: policy_gradient_kl needs a teacher that reads the student's own tokens, and this one "
-            "has another tokenizer or a prompt of its own: use cross_tokenizer.method: span_likelihood with another "
-            "divergence"
-        )
-    temperature = fixed_value(loss.temperature)
-    one = cross_tokenizer.method == "span_likelihood" or (form is not None and form.kind != "hidden")
-    if temperature is None or (one and temperature != 1.0):
-        what = "moves over the run" if temperature is None else f"is {temperature:g}"
-        why = (
-            "the likelihood of a chunk of tokens is at one temperature"
-            if temperature is None
-            else "the method chunk compares likelihoods of text, which are at 1"
-            if cross_tokenizer.method == "span_likelihood"
-            else "the cache has the likelihoods of tokens at 1 only (one of kind hidden serves any temperature)"
-        )
-        raise PotstillError(f"{where}: the teacher has another tokenizer and loss.temperature {what}; {why}")
-    if form is not None and (
-        form.kind == "sampled" or (form.kind == "token_logprobs" and cross_tokenizer.method != "span_likelihood")
-    ):
-        what, how = (
-            ("draws of the teacher's own tokens, which say nothing about chunks", "")
-            if form.kind == "sampled"
-            else (
-                "only how likely the text's own tokens were",
-                ", or learn from it with cross_tokenizer.method: span_likelihood",
-            )
-        )
-        raise PotstillError(
-            f"{where}: the teacher has another tokenizer, and the cache holds {what}: build one of kind top_k or hidden{how}"
-        )
-    if (
-        form is not None
-        and form.kind == "top_k"
-        and cross_tokenizer.method != "span_likelihood"
-        and 1.0 not in form.temperatures
-    ):
-        known = ", ".join(f"{t:g}" for t in form.temperatures)
-        raise PotstillError(
-            f"{where}: the cache knows the mass of what it left out at {known} only, and a teacher with another tokenizer is "
-            "read at 1: build one with --temperature 1, or of kind hidden"
-        )
-    return temperature

@@ -14,22 +14,24 @@ from typing import Any
 import torch
 
 from potstill.cache.build import CacheWriter
-from potstill.cache.manifest import read_manifest, tokenizer_of
+from potstill.cache.manifest import form_of, read_manifest, tokenizer_of
 from potstill.cache.origin import LiveOrigin
 from potstill.cache.reader import CacheReader
 from potstill.cache.reading import as_cached, chat_kwargs, piece_of
 from potstill.cache.store import Cache, check_beside
 from potstill.config import DataConfig, LossConfig, TeacherConfig
+from potstill.config.compatibility import Combination, check
+from potstill.config.sections import fixed_value
 from potstill.data import StepBatch, without
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel, difference, load_teacher, load_tokenizer, shared_ids
-from potstill.teachers.cross_tokenizer import check_cross_tokenizer, cross_tokenizer_view
+from potstill.teachers.cross_tokenizer import cross_tokenizer_view
 from potstill.teachers.live import LiveModel, live_teacher
 from potstill.teachers.protocols import SignalSource, TokenizerView
 from potstill.teachers.reading import TeacherReader
-from potstill.teachers.remote import RemoteOrigin, StudentTopK, open_remote, open_server
+from potstill.teachers.remote import RemoteOrigin, open_remote, open_server
 from potstill.teachers.same_tokenizer import SameTokenizerView
-from potstill.teachers.stored import StoredSignal, check_cache, check_loss, check_pieces
+from potstill.teachers.stored import StoredSignal, check_cache, check_pieces
 from potstill.teachers.teacher import Teacher
 from potstill.types import Batch, PotstillError
 from potstill.types import Teacher as AnyTeacher
@@ -61,6 +63,20 @@ class Opening:
     device: torch.device
     where: str  # what messages call it
 
+    @property
+    def temperature(self) -> float:
+        """At which its signal is read; one that moves over the run goes with hidden states, which serve all."""
+        return fixed_value(self.loss.temperature) or 1.0
+
+    def check(self, difference: str | None) -> None:
+        """That the recipe's combination can be, with what the recipe does not tell. `difference`: of the tokenizers."""
+        found = replace(Combination.of(self.config, self.loss), tokenizer="same" if difference is None else "other")
+        if found.alone:
+            manifest = read_manifest(Path(self.config.cache or ""))
+            form = form_of(manifest)
+            found = found.stored(form.kind, form.temperatures, "imported" in manifest)
+        check(found, self.where)
+
     def teacher(self, source: SignalSource, view: TokenizerView) -> Teacher[SignalSource]:
         return Teacher(source, view, self.config.name, self.config.weight, self.config.filter)
 
@@ -79,11 +95,13 @@ def open_model(opening: Opening) -> Opened:
     config, student = opening.config, opening.student
     model = load_teacher(config, opening.device, opening.where)
     reason = difference(student.tokenizer, model.tokenizer)
+    opening.check(reason)
     if reason is None and config.context_column is None:
         source = LiveModel(model, shared_ids(student, model, opening.where))
         return Opened(opening.teacher(source, SameTokenizerView()), model)
-    temperature = check_cross_tokenizer(config.cross_tokenizer, opening.loss, opening.where)
-    view, width = cross_tokenizer_view(student, model.tokenizer, model.vocabulary, config.cross_tokenizer, temperature)
+    view, width = cross_tokenizer_view(
+        student, model.tokenizer, model.vocabulary, config.cross_tokenizer, opening.temperature
+    )
     source = LiveModel(model, width, opening.reader(model.tokenizer, model.positions))
     return Opened(opening.teacher(source, view), model, reason)
 
@@ -92,6 +110,7 @@ def open_served(opening: Opening) -> Opened:
     config, student = opening.config, opening.student
     origin = open_server(config, opening.where)
     reason = difference(student.tokenizer, origin.tokenizer)
+    opening.check(reason)
     other = reason is not None or config.context_column is not None
     teacher = open_remote(config, origin, student, opening.data, opening.loss, opening.where, other=other)
     return Opened(teacher, origin, reason)
@@ -108,13 +127,10 @@ def open_cached(opening: Opening) -> Opened:
         computes = open_server(config, opening.where)
     tokenizer = _cached_tokenizer(folder, where) if computes is None else computes.tokenizer
     reason = difference(student.tokenizer, tokenizer)
+    opening.check(reason)  # before there is a folder
     if computes is not None:
         origin = LiveOrigin(computes, config.name) if isinstance(computes, LanguageModel) else computes
-        form = origin.format(config.store)  # checked before there is a folder
-        if reason is None:
-            check_loss(form, opening.loss, where)
-        else:
-            check_cross_tokenizer(config.cross_tokenizer, opening.loss, where, form)
+        if reason is not None:
             piece = opening.reader(tokenizer, origin.positions).piece
         writer = CacheWriter(origin, config.store, folder, data=opening.data)
     cache, skip = Cache(folder), config.on_missing == "skip"
@@ -122,30 +138,19 @@ def open_cached(opening: Opening) -> Opened:
         cache, skip_missing=skip, writer=writer, data=opening.data, piece=piece, own_ids=reason is None
     )
     if reason is None:
-        width, temperature = check_cache(cache, student, opening.data, opening.loss, where)
+        width = check_cache(cache, student, opening.data, where)
         view: TokenizerView = SameTokenizerView(logprobs_only=opening.loss.policy_gradient)
     else:
         check_pieces(cache, opening.data, where)
-        _check_imported(cache, config, where)
-        temperature = check_cross_tokenizer(config.cross_tokenizer, opening.loss, where, cache.form)
         view, width = cross_tokenizer_view(
-            student, tokenizer, cache.form.vocabulary, config.cross_tokenizer, temperature
+            student, tokenizer, cache.form.vocabulary, config.cross_tokenizer, opening.temperature
         )
-    return Opened(opening.teacher(StoredSignal(documents, width, temperature), view), computes, reason)
+    return Opened(opening.teacher(StoredSignal(documents, width, opening.temperature), view), computes, reason)
 
 
 def _cached_tokenizer(folder: Path, where: str) -> Any:
     check_beside(folder, read_manifest(folder))
     return load_tokenizer(str(tokenizer_of(folder)), where)
-
-
-def _check_imported(cache: Cache, config: TeacherConfig, where: str) -> None:
-    method = config.cross_tokenizer.method
-    if "imported" in cache.manifest and method in ("common_vocab", "projection", "span_likelihood"):
-        raise PotstillError(
-            f"{where}: the cache was imported, and does not know how likely the text's own tokens were where they are not "
-            f"among the entries, which cross_tokenizer.method {method} needs: take prefix_marginal or uld"
-        )
 
 
 # What a teacher's signal can come from, by the name that `TeacherConfig.kind` has for it. docs/extending.md adds one.
@@ -162,7 +167,6 @@ def open_teachers(
         if config.kind not in SOURCES:
             raise PotstillError(f"{where}.source: there is no {config.kind}; there are {', '.join(SOURCES)}")
         one = SOURCES[config.kind](Opening(config, student, data, loss, device, where))
-        _check_several(one.teacher, config, loss, where)
         opened.append(one)
         model = one.origin if isinstance(one.origin, LanguageModel) else None
         notes.extend([] if model is None else model.notes)
@@ -183,43 +187,6 @@ def open_live(
     """`key`: what messages call a teacher that is from no recipe."""
     language_model = load_teacher(config, device, where, key)
     return live_teacher(language_model, shared_ids(student, language_model, where), config.name, config.weight)
-
-
-def _check_several(teacher: Teacher[SignalSource], config: TeacherConfig, loss: LossConfig, where: str) -> None:
-    source = teacher.source
-    form = source.documents.form if isinstance(source, StoredSignal) else None
-    whole = isinstance(teacher.view, SameTokenizerView) and (
-        isinstance(source, LiveModel) or (form is not None and form.kind == "hidden")
-    )
-    if loss.combine_teachers == "average" and (not whole or config.filter):
-        raise PotstillError(
-            f"{where}: loss.combine_teachers is average, for which a teacher must give whole distributions over the "
-            "student's own ids "
-            "for every document: a model with the student's tokenizer or a cache of kind hidden, without filter and "
-            "context_column"
-        )
-    if (
-        loss.teacher_weighting not in (None, "ce")
-        and loss.policy_gradient
-        and form is not None
-        and form.kind != "hidden"
-    ):
-        raise PotstillError(
-            f"{where}: loss.divergence: policy_gradient_kl reads from the cache only how likely the text's own tokens were, "
-            f"which does not tell the teacher's {loss.teacher_weighting}, as loss.teacher_weighting asks: take "
-            "teacher_weighting: ce, or kind hidden"
-        )
-    if (loss.combine_teachers == "best" or loss.teacher_weighting) and isinstance(source, StudentTopK):
-        raise PotstillError(
-            f"{where}.remote.kind: student_top_k does not tell how sure the teacher is, as loss."
-            f"{'combine_teachers' if loss.combine_teachers == 'best' else 'teacher_weighting'} asks: use top_k or hidden"
-        )
-    if (loss.combine_teachers == "best" or loss.teacher_weighting) and form is not None and form.kind == "sampled":
-        raise PotstillError(
-            f"{where}: the cache holds draws, which do not tell how sure the teacher is, as loss."
-            f"{'combine_teachers' if loss.combine_teachers == 'best' else 'teacher_weighting'} asks: build one of kind "
-            "top_k or hidden"
-        )
 
 
 def as_teachers_need(data: DataConfig, configs: Sequence[TeacherConfig]) -> DataConfig:

@@ -22,11 +22,11 @@ from potstill.models import LanguageModel, evaluating, same_tokenizer
 from potstill.serving.client import PotstillServer, potstill_version
 from potstill.serving.http import Connection
 from potstill.serving.openai import OpenAIServer
-from potstill.teachers.cross_tokenizer import check_cross_tokenizer, cross_tokenizer_view
+from potstill.teachers.cross_tokenizer import cross_tokenizer_view
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
 from potstill.teachers.reading import TeacherReader
 from potstill.teachers.same_tokenizer import SameTokenizerView
-from potstill.teachers.stored import StoredSignal, check_loss
+from potstill.teachers.stored import StoredSignal
 from potstill.teachers.teacher import Teacher
 from potstill.types import Batch, DenseTarget, Example, PotstillError, TopKTarget
 
@@ -198,11 +198,10 @@ def open_remote(
     other: bool,
 ) -> Teacher[SignalSource]:
     """`other`: its tokenizer is not the student's, or it reads a prompt of its own."""
-    key, name = f"{where}.remote.kind", (config.name, config.weight, config.filter)
+    name, temperature = (config.name, config.weight, config.filter), fixed_value(loss.temperature) or 1.0
     source: SignalSource
     if other:
-        form = _cross_form(config, origin, loss, where)
-        temperature = check_cross_tokenizer(config.cross_tokenizer, loss, f"{where}.remote", form)
+        form = _form(config, origin, None, 1.0)
         view, width = cross_tokenizer_view(
             student, origin.tokenizer, form.vocabulary, config.cross_tokenizer, temperature
         )
@@ -210,14 +209,21 @@ def open_remote(
         return Teacher(StoredSignal(ScoredDocuments(origin, form, read), width, temperature), view, *name)
     width = same_tokenizer(student.tokenizer, origin.tokenizer, where)
     width = min(width, student.vocabulary, origin.server.vocabulary)
-    _check_same(config, origin, data, loss, key)
-    temperature = fixed_value(loss.temperature) or 1.0
+    if origin.positions is not None and data.max_length > origin.positions:
+        raise PotstillError(
+            f"data.max_length is {data.max_length} and the teacher at {config.server} reads {origin.positions} tokens: set "
+            f"data.max_length to {origin.positions} or less"
+        )
     if config.remote.kind == "student_top_k":
+        if not origin.server.whole:
+            raise PotstillError(
+                f"{where}.remote.kind: only `potstill serve` can be asked about given tokens: use top_k"
+            )
         form = Format("given", width, k=min(config.remote.k, width), temperatures=(temperature,))
         source = StudentTopK(origin, student, form)
     else:
         form = _form(config, origin, width, temperature)
-        source = StoredSignal(ScoredDocuments(origin, form), width, check_loss(form, loss, key))
+        source = StoredSignal(ScoredDocuments(origin, form), width, temperature)
     return Teacher(source, SameTokenizerView(logprobs_only=loss.policy_gradient), *name)
 
 
@@ -236,44 +242,3 @@ def _form(config: TeacherConfig, origin: RemoteOrigin, width: int | None, temper
             "take the teacher's tokenizer for the student (student.tokenizer)"
         )
     return replace(form, vocabulary=width)
-
-
-def _check_same(config: TeacherConfig, origin: RemoteOrigin, data: DataConfig, loss: LossConfig, key: str) -> None:
-    kind = config.remote.kind
-    if origin.positions is not None and data.max_length > origin.positions:
-        raise PotstillError(
-            f"data.max_length is {data.max_length} and the teacher at {config.server} reads {origin.positions} tokens: set "
-            f"data.max_length to {origin.positions} or less"
-        )
-    if kind in ("top_k", "student_top_k") and fixed_value(loss.temperature) is None:
-        raise PotstillError(
-            f"{key} is {kind}, which is asked for at one temperature, and loss.temperature moves over the run: use kind "
-            "hidden"
-        )
-    if kind == "student_top_k" and loss.policy_gradient:
-        raise PotstillError(
-            f"{key} is student_top_k, and loss.divergence policy_gradient_kl asks about drawn tokens: use token_logprobs"
-        )
-    if kind == "student_top_k" and not origin.server.whole:
-        raise PotstillError(f"{key}: only `potstill serve` can be asked about given tokens: use top_k")
-    if kind == "token_logprobs" and not loss.policy_gradient:
-        raise PotstillError(f"{key} is chosen, and the loss needs a distribution: use top_k or hidden")
-
-
-def _cross_form(config: TeacherConfig, origin: RemoteOrigin, loss: LossConfig, where: str) -> Format:
-    if config.remote.kind == "student_top_k":
-        raise PotstillError(
-            f"{where}.remote.kind: student_top_k asks about the student's tokens, and the teacher has others, or a prompt of "
-            "its own: use top_k or hidden"
-        )
-    if config.remote.kind == "token_logprobs" and config.cross_tokenizer.method != "span_likelihood":
-        raise PotstillError(
-            f"{where}.remote.kind is token_logprobs, which tells how likely the text is and no more: learn from it with "
-            "cross_tokenizer.method: span_likelihood, or use top_k or hidden"
-        )
-    if config.remote.kind == "top_k" and fixed_value(loss.temperature) != 1.0:
-        raise PotstillError(
-            f"{where}: the teacher has another tokenizer, or a prompt of its own, and loss.temperature is not 1, where its "
-            "tokens' likelihoods are: use remote.kind: hidden, which serves any temperature"
-        )
-    return _form(config, origin, None, 1.0)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potstill.cache.codec import Document, Format
+from potstill.cache.codec import Document
 from potstill.cache.manifest import tokenizer_of
 from potstill.cache.reader import DocumentSource
 from potstill.cache.reading import chat_kwargs, template_fingerprint
@@ -24,8 +24,7 @@ from potstill.cache.scored import (
     read_top_k,
 )
 from potstill.cache.store import Cache
-from potstill.config import DataConfig, LossConfig
-from potstill.config.sections import fixed_value
+from potstill.config import DataConfig
 from potstill.models import load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
@@ -111,10 +110,8 @@ def _chosen(reading: Reading, asked: Asked) -> Chosen:
     return chosen
 
 
-def check_cache(
-    cache: Cache, student: LanguageModel, data: DataConfig, loss: LossConfig, where: str
-) -> tuple[int, float]:
-    """How many ids student and cache share, and the loss's temperature; an error where the recipe and the cache do not fit."""
+def check_cache(cache: Cache, student: LanguageModel, data: DataConfig, where: str) -> int:
+    """How many ids student and cache share; an error where the data and the cache do not fit."""
     tokenizer = load_tokenizer(str(tokenizer_of(cache.folder)), where)
     width = min(same_tokenizer(student.tokenizer, tokenizer, where), student.vocabulary)
     if width < cache.form.vocabulary and cache.form.kind != "hidden":
@@ -125,12 +122,7 @@ def check_cache(
         )
     _check_rendering(cache, student, tokenizer, data, where)
     check_pieces(cache, data, where)
-    if loss.policy_gradient and "imported" in cache.manifest:
-        raise PotstillError(
-            f"{where}: the cache was imported, and does not know how likely the text's own tokens were where they are not "
-            "among the entries, which policy_gradient_kl needs: take another loss.divergence, or a cache that was built here"
-        )
-    return width, check_loss(cache.form, loss, where)
+    return width
 
 
 def _check_rendering(cache: Cache, student: LanguageModel, tokenizer: Any, data: DataConfig, where: str) -> None:
@@ -163,42 +155,3 @@ def check_pieces(cache: Cache, data: DataConfig, where: str) -> None:
             f"{where}: the cache's texts were cut into pieces of {pieces} bytes, and data.piece_bytes is {data.piece_bytes}: "
             "leave it out; where it is left out, another teacher's cache has pieces of that size: build one of the two anew"
         )
-
-
-def check_loss(form: Format, loss: LossConfig, where: str) -> float:
-    """The temperature of the loss, where a cache of this format can serve it."""
-    if form.kind == "hidden":
-        return 1.0  # the head is there: any temperature can be had
-    if loss.policy_gradient:
-        if form.kind == "sampled":
-            raise PotstillError(
-                f"{where}: the cache holds draws of the teacher's, and loss.divergence: policy_gradient_kl needs how likely "
-                "the student's tokens were to it: use a cache of kind token_logprobs, top_k or hidden"
-            )
-        return 1.0
-    if form.kind == "token_logprobs":
-        raise PotstillError(
-            f"{where}: the cache holds only how likely the text's own tokens were, and the loss needs a distribution: build "
-            "one with --kind top_k, sampled or hidden, or learn by the student's own tokens (loss.divergence: "
-            "policy_gradient_kl)"
-        )
-    temperature = fixed_value(loss.temperature)
-    if temperature is None or temperature not in form.temperatures:
-        known = ", ".join(f"{t:g}" for t in form.temperatures)
-        what, wanted = (
-            ("moves over the run", "…") if temperature is None else (f"is {temperature:g}", f"{temperature:g}")
-        )
-        has = "'s draws are at temperature" if form.kind == "sampled" else " knows the mass of what it left out at"
-        raise PotstillError(
-            f"{where}: loss.temperature {what}, and the cache{has} {known} only: build one with --temperature {wanted} "
-            "(top_k), or of kind hidden, which serves all of them"
-        )
-    if form.kind == "sampled" and (loss.divergence != "forward_kl" or loss.entropy_gate is not None):
-        what = (
-            f"loss.divergence is {loss.divergence}" if loss.divergence != "forward_kl" else "loss.entropy_gate is set"
-        )
-        raise PotstillError(
-            f"{where}: the cache holds draws, which are unbiased for forward_kl only, and {what}: use forward_kl, or a cache "
-            "of kind top_k or hidden"
-        )
-    return temperature

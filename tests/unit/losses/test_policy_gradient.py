@@ -438,29 +438,26 @@ def test_two_teachers_of_some_documents_each(pair, built):
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("loss", "on_policy", "says"),
     [
-        ({"temperature": 2.0}, "at temperature 1: leave temperature out"),
-        ({"temperature": {"start": 1.0, "end": 2.0}}, "at temperature 1: leave temperature out"),
-        ({"entropy_gate": 1.0}, "entropy_gate needs the teacher's distribution"),
-        ({"ratio_clip": 0.5}, "greater than or equal to 1"),
-        ({"discount": 1.5}, "less than or equal to 1"),
+        ({"temperature": 2.0}, 1, "at temperature 1: leave temperature out"),
+        ({"temperature": {"start": 1.0, "end": 2.0}}, 1, "at temperature 1: leave temperature out"),
+        ({"entropy_gate": 1.0}, 1, "entropy_gate needs the teacher's distribution"),
+        ({"ratio_clip": 0.5}, 1, "greater than or equal to 1"),
+        ({"discount": 1.5}, 1, "less than or equal to 1"),
+        ({}, 0, r"set rollouts.on_policy_fraction to 1"),
     ],
 )
-def test_refused_by_the_recipe(keys, says):
-    with pytest.raises(ValueError, match=says):
-        LossConfig(divergence="policy_gradient_kl", **keys)
-
-
-def test_text_of_others_is_refused():
+def test_refused_by_the_recipe(loss, on_policy, says):
     keys = {
         "student": {"config": LLAMA, "tokenizer": "shipped:tokenizers/bytes-2k"},
         "teachers": [{"model": "shipped:teacher"}],
         "data": {"sources": [{"files": "shipped:corpus/train.parquet"}]},
-        "loss": {"divergence": "policy_gradient_kl"},
+        "loss": {"divergence": "policy_gradient_kl", **loss},
+        "rollouts": {"on_policy_fraction": on_policy},
         "train": {"steps": 1},
     }
-    with pytest.raises(ValueError, match=r"set rollouts.on_policy_fraction to 1"):
+    with pytest.raises(ValueError, match=says):
         Recipe.model_validate(keys)
 
 
@@ -492,7 +489,7 @@ def test_refused_teachers(pair, built, foreign, tiny_teacher, tmp_path):
     refused({"model": str(tiny_teacher), "context_column": "hint"}, "another tokenizer or a prompt of its own")
     refused(
         {"cache": str(build(kind="token_logprobs"))},
-        "loss needs a distribution: build .* policy_gradient_kl",
+        "loss needs a distribution: use .* policy_gradient_kl",
         divergence="jsd",
     )
     refused(

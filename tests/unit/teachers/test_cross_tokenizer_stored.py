@@ -146,12 +146,17 @@ def test_a_model_beside_the_cache_fills_it(built, teacher, student, data, tmp_pa
             {},
             r"only how likely .* top_k or hidden, or learn from it with cross_tokenizer.method: span_likelihood",
         ),
-        ({"kind": "top_k", "k": 8}, {}, {"temperature": 2.0}, r"loss.temperature is 2; the cache has the likelihoods"),
+        (
+            {"kind": "top_k", "k": 8},
+            {},
+            {"temperature": 2.0},
+            r"loss.temperature is 2; the cache holds the likelihoods",
+        ),
         (
             {"kind": "hidden"},
             {"method": "span_likelihood"},
             {"temperature": 2.0},
-            r"is 2; the method chunk compares likelihoods",
+            r"is 2; the method span_likelihood compares likelihoods",
         ),
         (
             {"kind": "hidden"},

@@ -512,7 +512,7 @@ def test_ctrl_c_at_the_end_of_a_build_ends_it_with_what_was_computed(teacher, da
         (
             {"remote": {"kind": "top_k"}},
             {"temperature": {"start": 2.0, "end": 1.0}},
-            "moves over the run: use kind hidden",
+            "moves over the run: use remote.kind: hidden",
         ),
         ({"remote": {"kind": "token_logprobs"}}, {}, "the loss needs a distribution"),
         ({"remote": {"api_key_env": "NO_SUCH_VARIABLE"}}, {}, "no environment variable NO_SUCH_VARIABLE"),

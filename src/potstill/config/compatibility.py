@@ -1,0 +1,362 @@
+"""The one table of what goes together: a teacher's signal, its tokenizer, the loss, whose text is trained on, and how several
+teachers are combined. The recipe loader asks it for what a recipe tells; whoever opens a teacher asks it again for what only
+a cache's manifest and the tokenizers tell. docs/compatibility.md is written from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from potstill.config.models import TeacherConfig
+from potstill.config.rollouts import RolloutsConfig
+from potstill.config.sections import fixed_value
+from potstill.config.training import LossConfig
+from potstill.types import PotstillError
+
+SIGNALS = ("live", "hidden", "top_k", "sampled", "token_logprobs", "student_top_k")
+Text = Literal["data", "student", "teacher"]
+MOVING: Literal["moving"] = "moving"  # a temperature that is not the same at every step
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One teacher and what it is combined with."""
+
+    signal: str | None = "live"  # None: no teacher, a source of the user's own, or a cache that has not been read yet
+    holder: Literal["model", "cache", "server"] = "model"  # what the signal is read from
+    alone: bool = False  # a cache without a model or server beside it
+    imported: bool = False  # a cache of another system's files
+    temperatures: tuple[float, ...] = (1.0,)  # at which a cache can be read
+    tokenizer: Literal["same", "other"] | None = "same"  # None: not compared yet
+    context_column: bool = False
+    method: str = "prefix_marginal"  # of a teacher that does not read the student's own tokens
+    divergence: str = "forward_kl"
+    temperature: float | Literal["moving"] = 1.0
+    entropy_gate: bool = False
+    dynamic_scaling: bool = False
+    combine: str = "sum"
+    weighting: str | None = None
+    filter: bool = False
+    text: frozenset[Text] = frozenset()  # whose is trained on; empty: not known here
+    writes: bool = False  # this teacher writes some of the text
+    greedy: bool = False  # text is written without sampling
+
+    @classmethod
+    def of(
+        cls,
+        teacher: TeacherConfig | None,
+        loss: LossConfig,
+        rollouts: RolloutsConfig | None = None,
+        *,
+        first: bool = True,
+    ) -> Combination:
+        """What a recipe tells of one of its teachers, the first or another."""
+        temperature = fixed_value(loss.temperature)
+        made = cls(
+            signal=None,
+            tokenizer=None,
+            divergence=loss.divergence,
+            temperature=MOVING if temperature is None else temperature,
+            entropy_gate=loss.entropy_gate is not None,
+            dynamic_scaling=loss.dynamic_scaling,
+            combine=loss.combine_teachers,
+            weighting=loss.teacher_weighting,
+        )
+        if rollouts is not None:
+            shares: dict[Text, float] = {
+                "data": rollouts.data_share,
+                "student": rollouts.on_policy_fraction,
+                "teacher": rollouts.teacher_fraction,
+            }
+            text = frozenset(who for who, share in shares.items() if share)
+            made = replace(
+                made, text=text, writes=first and "teacher" in text, greedy=rollouts.sampling.temperature == 0
+            )
+        if teacher is None:
+            return made
+        made = replace(
+            made,
+            method=teacher.cross_tokenizer.method,
+            context_column=teacher.context_column is not None,
+            filter=bool(teacher.filter),
+        )
+        if teacher.cache is not None:
+            alone = teacher.model is None and teacher.server is None
+            stored = made.stored(teacher.store.kind, tuple(teacher.store.temperatures))
+            return replace(stored, signal=None if alone else stored.signal, alone=alone)
+        if teacher.server is not None:
+            return replace(made, holder="server", signal=teacher.remote.kind)
+        return replace(made, signal="live" if teacher.source is None else None)
+
+    def stored(self, kind: str, temperatures: tuple[float, ...], imported: bool = False) -> Combination:
+        """With a cache of that kind, which top_k can be read at those temperatures."""
+        known = temperatures if kind == "top_k" else (1.0,)
+        return replace(self, holder="cache", signal=kind, temperatures=known, imported=imported)
+
+    @property
+    def policy_gradient(self) -> bool:
+        return self.divergence == "policy_gradient_kl"
+
+    @property
+    def other(self) -> bool:
+        """Whether the teacher reads other tokens than the student."""
+        return self.tokenizer == "other" or self.context_column
+
+    @property
+    def entries(self) -> bool:
+        """Whether the signal is less than hidden states: it was taken at certain temperatures, and is not the whole of it."""
+        return self.signal not in (None, "live", "hidden")
+
+    @property
+    def asks_trust(self) -> bool:
+        """Whether the teachers' say depends on how sure they are."""
+        return self.combine == "best" or self.weighting is not None
+
+    def words(self) -> dict[str, str]:
+        """For the reasons."""
+        moves = self.temperature == MOVING
+        return {
+            "signal": self.signal or "",
+            "method": self.method,
+            "divergence": self.divergence,
+            "combine": self.combine,
+            "temperature": "moves over the run" if moves else f"is {self.temperature:g}",
+            "wanted": "…" if moves else f"{self.temperature:g}",
+            "knows": "'s draws are at temperature"
+            if self.signal == "sampled"
+            else " knows the mass of what it left out at",
+            "known": ", ".join(f"{t:g}" for t in self.temperatures),
+            "trust": "combine_teachers" if self.combine == "best" else "teacher_weighting",
+            "weighting": self.weighting or "ce",
+            "holds": "the server is asked for" if self.holder == "server" else "the cache holds",
+            "use": "use remote.kind:" if self.holder == "server" else "use a cache of kind",
+        }
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What does not go together, and why. `key`: what of the recipe the reason is about; `teacher` and `signal` stand for
+    teachers[…] and for its cache or remote.kind."""
+
+    key: str
+    refuses: Callable[[Combination], bool]
+    reason: str  # with words of the combination in braces
+
+
+CHUNKED = (
+    "common_vocab",
+    "projection",
+    "span_likelihood",
+)  # methods that need the likelihoods of the text's own tokens
+
+RULES = (
+    # The loss
+    Rule(
+        "loss.divergence",
+        lambda c: c.policy_gradient and c.temperature != 1.0,
+        "policy_gradient_kl compares how likely the drawn tokens are, which is at temperature 1: leave temperature out, or "
+        "choose another divergence",
+    ),
+    Rule(
+        "loss.entropy_gate",
+        lambda c: c.policy_gradient and c.entropy_gate,
+        "entropy_gate needs the teacher's distribution, of which divergence: policy_gradient_kl sees the drawn tokens only: "
+        "leave entropy_gate out, or choose reverse_kl",
+    ),
+    Rule(
+        "loss.dynamic_scaling",
+        lambda c: c.policy_gradient and c.dynamic_scaling,
+        "dynamic_scaling divides by the divergence, and the value of policy_gradient_kl may be 0 or below: leave it out",
+    ),
+    Rule(
+        "loss.teacher_weighting",
+        lambda c: c.weighting is not None and c.combine != "sum",
+        "teacher_weighting goes with combine_teachers: sum, not with {combine}: leave one of the two out",
+    ),
+    # Whose text
+    Rule(
+        "loss.divergence",
+        lambda c: c.policy_gradient and bool(c.text - {"student"}),
+        "policy_gradient_kl learns from tokens that the student drew itself: set rollouts.on_policy_fraction to 1",
+    ),
+    Rule(
+        "loss.divergence",
+        lambda c: c.policy_gradient and c.greedy,
+        "policy_gradient_kl learns from tokens that were drawn, and rollouts.sampling.temperature 0 draws none: set it "
+        "above 0",
+    ),
+    Rule(
+        "teacher",
+        lambda c: c.alone and bool(c.text - {"data"}),
+        "a cache alone cannot know fresh text: put model or server beside it (it is then read, and written to), or set "
+        "rollouts.on_policy_fraction and rollouts.teacher_fraction to 0",
+    ),
+    Rule(
+        "rollouts.teacher_fraction",
+        lambda c: c.writes and c.context_column,
+        "the first teacher has a prompt of its own, which what it writes would not be an answer to: leave "
+        "teachers[0].context_column out",
+    ),
+    # What the signal holds
+    Rule(
+        "teacher",
+        lambda c: c.context_column and c.holder == "cache",
+        "context_column goes without cache: a cache holds what the teacher says without it",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.signal == "sampled" and c.policy_gradient,
+        "{holds} draws of the teacher's, and loss.divergence: policy_gradient_kl needs how likely the student's tokens were "
+        "to it: {use} token_logprobs, top_k or hidden",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.signal == "sampled" and c.divergence not in ("forward_kl", "policy_gradient_kl"),
+        "{holds} draws, which are unbiased for forward_kl only, and loss.divergence is {divergence}: use forward_kl, or a "
+        "cache of kind top_k or hidden",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.signal == "sampled" and c.entropy_gate,
+        "{holds} draws, which are unbiased for forward_kl only, and loss.entropy_gate is set: leave it out, or use a cache "
+        "of kind top_k or hidden",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.signal == "token_logprobs" and not c.policy_gradient and not c.other,
+        "{holds} only how likely the text's own tokens were, and the loss needs a distribution: {use} top_k or hidden, or "
+        "learn by the student's own tokens (loss.divergence: policy_gradient_kl)",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.signal == "student_top_k" and c.policy_gradient,
+        "student_top_k asks about the tokens that the student likes best, and loss.divergence: policy_gradient_kl about "
+        "drawn tokens: use remote.kind: token_logprobs",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.imported and c.policy_gradient and not c.other,
+        "the cache was imported, and does not know how likely the text's own tokens were where they are not among the "
+        "entries, which policy_gradient_kl needs: take another loss.divergence, or a cache that was built here",
+    ),
+    # Temperatures
+    Rule(
+        "signal",
+        lambda c: c.signal in ("top_k", "student_top_k") and c.holder == "server" and c.temperature == MOVING,
+        "{signal} is asked for at one temperature, and loss.temperature moves over the run: use remote.kind: hidden",
+    ),
+    Rule(
+        "signal",
+        lambda c: (
+            c.holder == "cache"
+            and c.signal in ("top_k", "sampled")
+            and not (c.policy_gradient or c.other)
+            and c.temperature not in c.temperatures
+        ),
+        "loss.temperature {temperature}, and the cache{knows} {known} only: build one with --temperature {wanted} (top_k), or "
+        "of kind hidden, which serves all of them",
+    ),
+    # Another tokenizer, or another prompt
+    Rule(
+        "teacher",
+        lambda c: c.other and c.policy_gradient,
+        "loss.divergence: policy_gradient_kl needs a teacher that reads the student's own tokens, and this one has another "
+        "tokenizer or a prompt of its own: use cross_tokenizer.method: span_likelihood with another divergence",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.other and c.signal == "student_top_k",
+        "student_top_k asks about the student's tokens, and the teacher has others, or a prompt of its own: use remote.kind: "
+        "top_k or hidden",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.other and c.signal == "sampled",
+        "the teacher has another tokenizer, and {holds} draws of the teacher's own tokens, which say nothing about chunks: "
+        "{use} top_k or hidden",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.other and c.signal == "token_logprobs" and c.method != "span_likelihood",
+        "the teacher has another tokenizer, or a prompt of its own, and {holds} only how likely the text's own tokens were: "
+        "{use} top_k or hidden, or learn from it with cross_tokenizer.method: span_likelihood",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.other and c.temperature == MOVING,
+        "the teacher has another tokenizer, or a prompt of its own, and loss.temperature moves over the run; the likelihood "
+        "of a chunk of tokens is at one temperature: set loss.temperature to a number",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.other and c.method == "span_likelihood" and c.temperature not in (1.0, MOVING),
+        "the teacher has another tokenizer, or a prompt of its own, and loss.temperature {temperature}; the method "
+        "span_likelihood compares likelihoods of text, which are at 1: leave loss.temperature out, or choose another method",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.other and c.entries and c.method != "span_likelihood" and c.temperature not in (1.0, MOVING),
+        "the teacher has another tokenizer, or a prompt of its own, and loss.temperature {temperature}; {holds} the "
+        "likelihoods of tokens at 1 only: {use} hidden, which serves any temperature",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.other and c.signal == "top_k" and c.method != "span_likelihood" and 1.0 not in c.temperatures,
+        "the cache knows the mass of what it left out at {known} only, and a teacher with another tokenizer is read at 1: "
+        "build one with --temperature 1, or of kind hidden",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.other and c.imported and c.method in CHUNKED,
+        "the cache was imported, and does not know how likely the text's own tokens were where they are not among the "
+        "entries, which cross_tokenizer.method {method} needs: take prefix_marginal or uld",
+    ),
+    # Several teachers
+    Rule(
+        "teacher",
+        lambda c: c.combine == "average" and (c.entries or c.other or c.filter),
+        "loss.combine_teachers is average, for which a teacher must give whole distributions over the student's own ids for "
+        "every document: a model with the student's tokenizer, or its hidden states, without filter and context_column",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.asks_trust and c.signal in ("sampled", "student_top_k"),
+        "{signal} does not tell how sure the teacher is, as loss.{trust} asks: {use} top_k or hidden",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.weighting in ("entropy", "max_probability") and c.policy_gradient and c.entries,
+        "loss.divergence: policy_gradient_kl reads only how likely the text's own tokens were, which does not tell the "
+        "teacher's {weighting}, as loss.teacher_weighting asks: take teacher_weighting: ce, or kind hidden",
+    ),
+    Rule(
+        "teacher",
+        lambda c: c.weighting in ("entropy", "max_probability") and c.other and c.method == "span_likelihood",
+        "cross_tokenizer.method: span_likelihood reads only how likely the text was, which does not tell the teacher's "
+        "{weighting}, as loss.teacher_weighting asks: take teacher_weighting: ce, or another method",
+    ),
+)
+
+
+def refusals(combination: Combination) -> list[Rule]:
+    """All rules that a combination breaks. Before the tokenizers were compared: those it breaks either way."""
+    if combination.tokenizer is not None:
+        return [rule for rule in RULES if rule.refuses(combination)]
+    same, other = (refusals(replace(combination, tokenizer=which)) for which in ("same", "other"))
+    return [rule for rule in same if rule in other] or (same if other else [])
+
+
+def reasons(combination: Combination, where: str, signal: str | None = None) -> list[str]:
+    """Why a combination is refused, each with the key it is about. `where`: the teacher's; `signal`: that of what is read of
+    it, where it is not a key of `where`."""
+    held = {"cache": ".cache", "server": ".remote.kind", "model": ""}[combination.holder]
+    keys = {"teacher": where, "signal": signal or where + held}
+    words = combination.words()
+    return [f"{keys.get(rule.key, rule.key)}: {rule.reason.format(**words)}" for rule in refusals(combination)]
+
+
+def check(combination: Combination, where: str, signal: str | None = None) -> None:
+    """An error with every reason, if there is any."""
+    if found := reasons(combination, where, signal):
+        raise PotstillError("\n".join(found))
