@@ -31,7 +31,7 @@ from potstill.models import LanguageModel, load_student, load_teacher
 from potstill.teachers.combine import compute_targets
 from potstill.teachers.open import open_teachers
 from potstill.teachers.teacher import Teacher
-from potstill.training.student import LossKnobs, StudentLoss
+from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import Batch, DenseTarget, PotstillError, Prepared, Target
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -196,12 +196,12 @@ class Bench:
         batch, module = self.batches[str(c.tokenizer)][own], self.modules[str(c.tokenizer)]
         loss = LossConfig.model_validate(self.loss_keys(c))
         teachers = [self.told(one) for one in (c, beside)]
-        knobs = LossKnobs(
+        settings = LossSettings(
             c.divergence, 0.5, 0.1, 1.5 if c.temperature == MOVING else fixed, 1.0, 0.0, loss.entropy_gate
         )
         module.zero_grad()
         value, _ = module(
-            batch, compute_targets(teachers, [Prepared(), Prepared()], batch, loss), batch.supervised_tokens, knobs
+            batch, compute_targets(teachers, [Prepared(), Prepared()], batch, loss), batch.supervised_tokens, settings
         )
         value.backward()
         norms = torch.stack([p.grad.norm() for p in module.parameters() if p.grad is not None])
