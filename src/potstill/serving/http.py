@@ -6,18 +6,16 @@ from __future__ import annotations
 import base64
 import json
 import os
-import queue
 import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, InvalidStateError, as_completed
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partialmethod
+from functools import cached_property, partialmethod
+from multiprocessing.pool import AsyncResult, ThreadPool
+from operator import itemgetter
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
-from weakref import WeakSet
 
 import httpcore
 from rich.console import Console
@@ -115,8 +113,6 @@ class Connection:
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._away_since: float | None = None
         self._seen = False  # any answer of it
-        self._threads = DaemonPool(config.concurrency, lambda: self.error(ENDED))
-        self.submit = self._threads.submit
         self._sockets = Sockets()
         # As many connections as there are threads: none waits for another. httpcore itself follows no redirect, decompresses
         # nothing and uses no proxy of the environment.
@@ -132,16 +128,22 @@ class Connection:
         """How often a connection was made."""
         return self._sockets.opened
 
-    def each(self, call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Call it with each, as many at a time as `concurrency` says. After an error nobody waits for the others."""
-        futures = [self.submit(call, item) for item in items]
+    @cached_property
+    def _threads(self) -> ThreadPool:
+        """Daemons, unlike those of a ThreadPoolExecutor: a server that hangs does not keep the process from ending."""
+        return ThreadPool(self._config.concurrency)
+
+    def submit(self, call: Callable[..., Result], *arguments: Any) -> AsyncResult[Result]:
+        """On another thread, as many at once as `concurrency` says."""
         try:
-            for future in as_completed(futures):
-                future.result()
-            return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
+            return self._threads.apply_async(call, arguments)
+        except ValueError:  # it is closed
+            raise self.error(ENDED) from None
+
+    def each(self, call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """The same for each of some, in their order. The first error is raised when it comes: the others are not waited for."""
+        answers = self._threads.imap_unordered(lambda one: (one[0], call(one[1])), enumerate(items))
+        return [result for _, result in sorted(answers, key=itemgetter(0))]
 
     def send(
         self,
@@ -156,7 +158,7 @@ class Connection:
         """The answer, of at most so many bytes, if it is good or has one of the codes `accepted`. The request is sent again
         while the server is away or fails, for as long as the recipe says; not if it is refused, by 3xx, 4xx or `refusals`."""
         begin, pause = time.monotonic(), FIRST_PAUSE
-        while True:
+        while not self._closing.is_set():
             patience, key = self._config.retry_timeout, "retry_timeout"
             try:
                 answer = self._once(method, path, body, most)
@@ -181,9 +183,9 @@ class Connection:
                 unseen = "; is it running, and is this its address?" if key == "start_timeout" else ""
                 raise self.error(f"{problem}; given up after {waited:.0f} s{self._key(key)}{unseen}")
             self._away(problem, patience)
-            if self._closing.wait(pause * random.uniform(0.75, 1.25)):
-                raise self.error(ENDED)
+            self._closing.wait(pause * random.uniform(0.75, 1.25))
             pause = min(2 * pause, LONGEST_PAUSE)
+        raise self.error(ENDED)
 
     get = partialmethod(send, "GET")
     post = partialmethod(send, "POST")
@@ -270,7 +272,8 @@ class Connection:
         """Whoever waits for the server stops waiting, also in the middle of a request."""
         self._closing.set()
         self._sockets.wake()
-        self._threads.close()
+        if "_threads" in vars(self):
+            self._threads.close()  # what waits there ends as soon as it begins
         self._pool.close()
 
 
@@ -311,53 +314,3 @@ def token_from(variable: str | None, key: str) -> str | None:
             "and no client could send it: set it to the token alone"
         )
     return token
-
-
-class DaemonPool:
-    """A thread pool that nobody has to wait for: its threads do not keep the process from ending, and closing it settles what
-    is under way. A server that hangs hangs nobody."""
-
-    def __init__(self, threads: int, ended: Callable[[], PotstillError]) -> None:
-        self._most, self._ended = threads, ended
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
-        self._calls = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._futures: WeakSet[Future[Any]] = WeakSet()
-        self._threads, self._closed = 0, False
-
-    def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        future: Future[Result] = Future()
-        with self._lock:
-            if self._closed:
-                raise self._ended()
-            self._futures.add(future)
-            if self._threads < min(self._most, len(self._futures)):
-                self._threads += 1
-                threading.Thread(target=self._work, name="request", daemon=True).start()
-        self._calls.put((future, call, arguments))
-        return future
-
-    def _work(self) -> None:
-        while (taken := self._calls.get()) is not None:
-            self._run(*taken)
-            del taken  # else its result would live until the next call comes
-
-    def _run(self, future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        with suppress(InvalidStateError):  # canceled, or settled by `close`
-            if not future.done():
-                try:
-                    result = call(*arguments)
-                except BaseException as error:  # for whoever waits
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            futures = list(self._futures)
-        for future in futures:
-            with suppress(InvalidStateError):  # it is done
-                future.set_exception(self._ended())
-        for _ in range(self._threads):
-            self._calls.put(None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -74,23 +73,19 @@ class RemoteOrigin:
     ) -> Callable[[], list[Arrays]]:
         """Send some documents, each with something to predict; what is given back waits for the rows of each."""
         groups = list(_groups(examples, self.server.request_tokens))
-        futures: list[Future[Arrays]] = []
+        asked = []
         for group in groups:
             some, ids = [examples[i] for i in group], None if given is None else [given[i] for i in group]
-            futures.append(self.server.connection.submit(self.server.score, form, some, ids))
+            asked.append(self.server.connection.submit(self.server.score, form, some, ids))
 
         def wait() -> list[Arrays]:
             found: list[Arrays] = [{}] * len(examples)
-            try:
-                for group, future in zip(groups, futures, strict=True):
-                    answer, at = future.result(), 0
-                    for i in group:
-                        end = at + examples[i].supervised_tokens
-                        found[i] = {name: values[at:end] for name, values in answer.items()}
-                        at = end
-            finally:
-                for future in futures:
-                    future.cancel()
+            for group, answer in zip(groups, asked, strict=True):
+                rows, at = answer.get(), 0
+                for i in group:
+                    end = at + examples[i].supervised_tokens
+                    found[i] = {name: values[at:end] for name, values in rows.items()}
+                    at = end
             return found
 
         return wait

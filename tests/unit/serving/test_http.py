@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from gzip import compress
+from pathlib import Path
 
 import pytest
 
 from potstill.config import EngineConfig, RemoteConfig, TeacherConfig
 from potstill.config.recipe import checked
-from potstill.serving.http import Connection, DaemonPool
+from potstill.serving.http import Connection
 from potstill.types import PotstillError
 
 Parts = Callable[[], Iterable[bytes]]
@@ -85,29 +86,51 @@ def test_close_ends_a_request_that_is_under_way() -> None:
         assert said == []  # nobody is told to wait for it
 
 
-def test_a_daemon_pool_does_not_keep_a_process_from_ending() -> None:
+def test_a_server_that_hangs_does_not_keep_a_process_from_ending() -> None:
+    """Neither when the connection is closed, and everybody is told so, nor when it is not."""
     program = (
-        "import time; from potstill.serving.http import DaemonPool; from potstill.types import PotstillError\n"
-        "pool = DaemonPool(2, lambda: PotstillError('ended'))\n"
-        "futures = [pool.submit(time.sleep, 3600) for _ in range(3)]\n"
-        "time.sleep(0.2); pool.close()\n"
-        "print([type(f.exception(timeout=60)).__name__ for f in futures])"
+        "import sys; from test_http import connection, saying\n"
+        "with saying(None) as (address, asked):\n"
+        "    made = connection(address, timeout=3600.0, concurrency=2)\n"
+        "    answers = [made.submit(made.get, '/version') for _ in range(3)]\n"
+        "    assert asked.wait(120)\n"
+        "    if sys.argv[1] == 'close':\n"
+        "        made.close()\n"
+        "        for answer in answers:\n"
+        "            answer.wait(60)\n"
+        "            print(type(answer._value).__name__, str(answer._value)[-17:])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "['PotstillError', 'PotstillError', 'PotstillError']", done.stderr
+    for close in (True, False):
+        command = [sys.executable, "-c", program, "close" if close else ""]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == ["PotstillError the run has ended"] * (3 if close else 0), done.stderr
 
 
-def test_a_daemon_pool_gives_results_and_errors_and_refuses_when_closed() -> None:
-    pool = DaemonPool(2, lambda: PotstillError("ended"))
-    assert [pool.submit(divmod, i, 3).result(10) for i in range(9)] == [divmod(i, 3) for i in range(9)]
+def test_calls_on_other_threads_give_results_and_errors_in_order() -> None:
+    made = connection("http://127.0.0.1:9", concurrency=2)
+    assert made.each(lambda i: divmod(i, 3), range(9)) == [divmod(i, 3) for i in range(9)]
     with pytest.raises(ZeroDivisionError):
-        pool.submit(divmod, 1, 0).result(10)
+        made.submit(divmod, 1, 0).get(10)
     together = threading.Barrier(2)
-    futures = [pool.submit(together.wait, 10) for _ in range(2)]
-    assert sorted(future.result(10) for future in futures) == [0, 1]
-    pool.close()
-    with pytest.raises(PotstillError, match="ended"):
-        pool.submit(divmod, 1, 2)
+    answers = [made.submit(together.wait, 10) for _ in range(2)]
+    assert sorted(answer.get(10) for answer in answers) == [0, 1]
+    first, never = threading.Event(), threading.Event()
+
+    def one(number: int) -> None:
+        if number == 0:
+            first.set()
+            never.wait(60)
+        assert first.wait(10)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):  # it does not wait for the first
+        made.each(one, range(2))
+    assert not never.is_set()
+    never.set()
+    made.close()
+    with pytest.raises(PotstillError, match="the run has ended"):
+        made.submit(divmod, 1, 2)
 
 
 @pytest.mark.parametrize(
