@@ -178,8 +178,7 @@ class Service:
         given = request.headers.get("authorization", "")
         if hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             return None
-        what = "this is not it" if given else "none was sent"
-        return _error(401, f"this server wants a bearer token, and {what}")
+        return _error(401, f"this server wants a bearer token, and {'this is not it' if given else 'none was sent'}")
 
     async def health(self, request: Request, hold: Hold) -> Response:
         gone = _error(500, "the thread that runs the model has ended")
