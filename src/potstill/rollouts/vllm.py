@@ -4,6 +4,7 @@ them. docs/vllm.md."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -46,24 +47,21 @@ def open_vllm(
     return VLLMEngine(copy, student, rollouts.sampling, stop_ids, max_length, version)
 
 
+@dataclass
 class VLLMEngine:
     """An `Engine`. After some of its updates both models are asked how likely some tokens are."""
 
-    def __init__(
-        self,
-        copy: VLLMProcess | VLLMServer,
-        student: LanguageModel,
-        sampling: SamplingConfig,
-        stop_ids: Sequence[int],
-        max_length: int,
-        version: int,
-    ) -> None:
-        self.copy, self.student, self.sampling = copy, student, sampling
-        self.stop_ids, self.max_length = stop_ids, max_length
-        self.version: int = version
+    copy: VLLMProcess | VLLMServer
+    student: LanguageModel
+    sampling: SamplingConfig
+    stop_ids: Sequence[int]
+    max_length: int
+    version: int
+
+    def __post_init__(self) -> None:
         self._updates = 0
         try:
-            self._take(version, None)
+            self._take(self.version, None)
         except BaseException:
             self.close()
             raise

@@ -38,8 +38,9 @@ class VLLMServer:
         self._student, self._retry_timeout = student, retry_timeout
         # Two runs may be given the same folder: each has one of its own there.
         self._folder = folder.resolve() / f"{WEIGHTS}{RUN}"
-        keys = {"concurrency": AT_ONCE, "timeout": ANSWER}
-        asking = RemoteConfig(**keys, retry_timeout=retry_timeout, start_timeout=retry_timeout)
+        asking = RemoteConfig(
+            concurrency=AT_ONCE, timeout=ANSWER, retry_timeout=retry_timeout, start_timeout=retry_timeout
+        )
         self._connection = Connection(rollouts.engine.server, asking, "rollouts.engine")
         self.hint = f"Does {self._connection.address} serve this student's model, and read {self._folder}?"
         try:
