@@ -32,7 +32,6 @@ SMALL = 4 * 2**20  # bytes of an answer whose size cannot be told from the reque
 ERROR_BYTES = 64 * 2**10  # of an error's body that are read
 UNREACHED = (httpcore.ConnectError, httpcore.ConnectTimeout)
 NO_SUCH_PATH = (404, 405, 501)
-ENDED = "the run has ended"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -135,15 +134,18 @@ class Connection:
 
     def submit(self, call: Callable[..., Result], *arguments: Any) -> AsyncResult[Result]:
         """On another thread, as many at once as `concurrency` says."""
-        try:
-            return self._threads.apply_async(call, arguments)
-        except ValueError:  # it is closed
-            raise self.error(ENDED) from None
+        self._check_open()
+        return self._threads.apply_async(call, arguments)
 
     def each(self, call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """The same for each of some, in their order. The first error is raised when it comes: the others are not waited for."""
+        self._check_open()
         answers = self._threads.imap_unordered(lambda one: (one[0], call(one[1])), enumerate(items))
         return [result for _, result in sorted(answers, key=itemgetter(0))]
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise self.error("the run has ended")
 
     def send(
         self,
@@ -158,7 +160,8 @@ class Connection:
         """The answer, of at most so many bytes, if it is good or has one of the codes `accepted`. The request is sent again
         while the server is away or fails, for as long as the recipe says; not if it is refused, by 3xx, 4xx or `refusals`."""
         begin, pause = time.monotonic(), FIRST_PAUSE
-        while not self._closing.is_set():
+        while True:
+            self._check_open()
             patience, key = self._config.retry_timeout, "retry_timeout"
             try:
                 answer = self._once(method, path, body, most)
@@ -178,14 +181,14 @@ class Connection:
                 if answer.status < 500 or answer.status in refusals:
                     raise self._refused(method, path, answer)
                 problem = f"it fails ({answer.status}): {answer.words(self._plain)}"
+            self._check_open()  # closing it breaks off what is under way
             waited = time.monotonic() - begin
-            if not self._closing.is_set() and waited + pause > patience:
+            if waited + pause > patience:
                 unseen = "; is it running, and is this its address?" if key == "start_timeout" else ""
                 raise self.error(f"{problem}; given up after {waited:.0f} s{self._key(key)}{unseen}")
             self._away(problem, patience)
             self._closing.wait(pause * random.uniform(0.75, 1.25))
             pause = min(2 * pause, LONGEST_PAUSE)
-        raise self.error(ENDED)
 
     get = partialmethod(send, "GET")
     post = partialmethod(send, "POST")
@@ -257,7 +260,7 @@ class Connection:
     def _away(self, problem: str, patience: float) -> None:
         with self._lock:
             self.failures += 1
-            if self._away_since is not None or self._closing.is_set():
+            if self._away_since is not None:
                 return
             self._away_since = time.monotonic()
         self._say(self._plain(f"waiting for the server at {self.address}: {problem} (for up to {patience:g} s)"))
