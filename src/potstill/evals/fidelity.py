@@ -55,19 +55,19 @@ def evaluate(
     """The student on held-out batches; against the teacher when there is one. `asked`: what the teacher is asked about, where
     that is other text than these, or less. `interrupted`: whether to stop waiting for the teacher (StoppedWaiting)."""
     total_bytes = 0
-    own, close = Sums(), Sums()
+    own = Sums()
     bins = torch.zeros(CALIBRATION_BINS, 3, dtype=torch.float64)  # rows, confidence, correct
     with evaluating(student.model):
         for rows, stats, scored in _compared(student, teacher if asked is None else None, batches, device, interrupted):
-            own.add(rows, {"nll": stats.nll, "correct": stats.correct})
-            close.add(rows, {"kl": stats.kl, "agreement": stats.agreement})
+            own.add(rows, vars(stats))
             bins += _binned(stats.confidence, stats.correct).cpu()
             total_bytes += scored
             progress(rows)
+        close = own
         if asked is not None:
             close = Sums()
             for rows, stats, _ in _compared(student, teacher, asked, device, interrupted):
-                close.add(rows, {"kl": stats.kl, "agreement": stats.agreement})
+                close.add(rows, vars(stats))
     if not own.rows or not total_bytes:
         raise PotstillError(f"{key}: there is no supervised text to evaluate on")
     nll = own.values["nll"]

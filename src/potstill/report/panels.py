@@ -59,7 +59,7 @@ PANELS: tuple[Panel, ...] = (
         "rollout_distinct", WRITTEN, "Distinct n-grams", "share of different ones; line: pairs, dots: triples",
         (("rollout_distinct_2", "pairs"), ("rollout_distinct_3", "triples")), unit="percent",
     ),
-    one("sampling_logprob_gap", WRITTEN, "Behaviour gap", "between a token's log-probability now and when it was drawn"),
+    one("sampling_logprob_gap", WRITTEN, "Sampling gap", "between a token's log-probability now and when it was drawn"),
     one("rollout_staleness", WRITTEN, "Staleness", "steps since the weights that wrote", smooth=False, only_moving=True),
     one("rollout_tokens_per_second", WRITTEN, "Writing", "tokens per second", unit="count"),
     Panel(

@@ -57,10 +57,6 @@ class Run:
     samples: Samples  # of the last evaluation that has some
     samples_step: int | None
 
-    @property
-    def logs(self) -> tuple[tuple[Log, str], ...]:
-        return (self.metrics, "metrics.jsonl"), (self.evals, "evals.jsonl")
-
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Every run, labelled by the shortest end of its path that no other run shares."""
@@ -123,7 +119,7 @@ def _read_log(path: Path, numeric: set[str]) -> tuple[Log, Samples, int | None]:
     for number, (_, record) in enumerate(json_lines(path), 1):
         numbers = {key: value for key, value in (record or {}).items() if value is None or type(value) in (int, float)}
         written = None if record is None else _samples(record.get("samples") or [])
-        if record is None or written is None or any(key in numeric for key in record.keys() - numbers.keys()):
+        if record is None or written is None or (record.keys() - numbers.keys()) & numeric:
             unreadable.append(number)
             continue
         step = numbers.pop("step")

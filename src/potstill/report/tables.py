@@ -60,7 +60,8 @@ def summary(run: Run) -> list[str]:
 def left_out(runs: Sequence[Run]) -> list[str]:
     """Lines of the logs that the page does not count."""
     said = []
-    for label, log, file in ((run.label, log, file) for run in runs for log, file in run.logs):
+    logs = ((run.label, getattr(run, name), f"{name}.jsonl") for run in runs for name in ("metrics", "evals"))
+    for label, log, file in logs:
         if log.unreadable:
             first, several = log.unreadable[0], len(log.unreadable) > 1
             lines = f"{len(log.unreadable):,} lines, from line {first} on," if several else f"line {first}"

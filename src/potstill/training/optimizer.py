@@ -18,14 +18,11 @@ def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) 
 
     Each parameter group carries its peak learning rate as `peak`.
     """
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    tables = {id(p) for module in (*embeddings, head) for p in module.parameters()}
-    hidden: list[nn.Parameter] = []
+    hidden = _hidden_matrices(model, head) if config.name == "muon" else []
+    taken = {id(p) for p in hidden}
     rest: dict[float, list[nn.Parameter]] = {config.weight_decay: [], 0.0: []}  # by weight decay
     for p in model.parameters():
-        if p.requires_grad and config.name == "muon" and p.dim() == 2 and id(p) not in tables:
-            hidden.append(p)
-        elif p.requires_grad:
+        if p.requires_grad and id(p) not in taken:
             rest[config.weight_decay if p.dim() >= 2 else 0.0].append(p)
     fused = all(
         p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for some in rest.values() for p in some
@@ -37,6 +34,12 @@ def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) 
         kind = Float32Muon if hidden[0].device.type == "cpu" else Muon
         optimizers.append(kind([group], lr=config.muon_lr, weight_decay=config.weight_decay, momentum=config.momentum))
     return optimizers
+
+
+def _hidden_matrices(model: nn.Module, head: nn.Module) -> list[nn.Parameter]:
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tables = {id(p) for module in (*embeddings, head) for p in module.parameters()}
+    return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in tables]
 
 
 class Float32Muon(Muon):

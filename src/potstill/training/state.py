@@ -25,6 +25,8 @@ from potstill.parallel.mesh import rank
 from potstill.types import PotstillError
 
 FILE_BYTES = 1 << 28  # of one file, since each is put together in memory
+# Each parameter that is trained, as `optimizer.parameter`, with its optimizer and its number there.
+Slots = dict[str, tuple[Optimizer, int, nn.Parameter]]
 
 
 def save_state(folder: Path, model: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -63,11 +65,11 @@ def _load(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) 
     # Another kind of device has a random state of its own, and a parameter that never had a gradient no optimizer state.
     random = {name: value for name, value in _random_tensors(module).items() if name in stored}
     kept = {
-        (slot, key): torch.empty(()) if key == "step" else torch.empty_like(slots[slot][2].detach())
-        for slot, _, key in (name.rpartition(".") for name in stored)
+        name: torch.empty(()) if name.endswith(".step") else torch.empty_like(slots[slot][2].detach())
+        for name, slot in ((name, name.rpartition(".")[0]) for name in stored)
         if slot in slots
     }
-    tensors = weights | random | {f"{slot}.{key}": value for (slot, key), value in kept.items()}
+    tensors = weights | random | kept
     if misfit := _misfit(tensors, stored, beside):
         raise PotstillError(
             f"checkpoint {checkpoint} does not fit this recipe's student and optimizer ({misfit}): choose another folder with "
@@ -75,13 +77,20 @@ def _load(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) 
         )
     _read(state, {name: tensor for name, tensor in tensors.items() if name in stored})
     _read(model, {name.removeprefix("model."): tensor for name, tensor in weights.items() if name not in stored})
+    _put(kept, slots, optimizers)
+    set_random_state({name.rpartition(".")[2]: value for name, value in random.items()}, _device(module))
+
+
+def _put(kept: Mapping[str, Tensor], slots: Slots, optimizers: Sequence[Optimizer]) -> None:
+    """What was read of the optimizers' state into them."""
     for optimizer in optimizers:
         by_number: dict[int, dict[str, Tensor]] = {}
-        for (slot, key), value in kept.items():
-            if slots[slot][0] is optimizer:
-                by_number.setdefault(slots[slot][1], {})[key] = value
+        for name, value in kept.items():
+            slot, _, key = name.rpartition(".")
+            owner, number, _ = slots[slot]
+            if owner is optimizer:
+                by_number.setdefault(number, {})[key] = value
         optimizer.load_state_dict({"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]})
-    set_random_state({name.rpartition(".")[2]: value for name, value in random.items()}, _device(module))
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -118,10 +127,9 @@ def _random_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {f"random.rank{rank()}.{key}": value for key, value in random_state(_device(module)).items()}
 
 
-def _slots(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, tuple[Optimizer, int, nn.Parameter]]:
-    """Each parameter that is trained, as `optimizer.parameter`, with its optimizer and its number there."""
+def _slots(module: nn.Module, optimizers: Sequence[Optimizer]) -> Slots:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found: dict[str, tuple[Optimizer, int, nn.Parameter]] = {}
+    found: Slots = {}
     for optimizer in optimizers:
         kind = "muon" if isinstance(optimizer, Muon) else "adamw"
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
