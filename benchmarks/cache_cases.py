@@ -24,7 +24,7 @@ from potstill.cache.build import _batches, build, by_tokens
 from potstill.cache.codec import Format, encode, read_top_k, to_bytes
 from potstill.cache.manifest import signal_keys
 from potstill.cache.reader import CacheReader
-from potstill.cache.reading import TeacherText, pieces_of
+from potstill.cache.reading import TeacherText, examples_of
 from potstill.cache.store import Cache, Writer, create
 from potstill.config import DataConfig, SourceConfig, StoreConfig, TeacherConfig
 from potstill.config.recipe import load_recipe
@@ -108,7 +108,7 @@ def teacher_of(folder: Path) -> LanguageModel:
 def batches_of(teacher: LanguageModel, data: DataConfig, batch_tokens: int) -> Iterator[Batch]:
     """The batches that `build` makes."""
     text = TeacherText(teacher.tokenizer, teacher.positions)
-    for pieces in _batches(pieces_of(data, teacher.tokenizer), batch_tokens):
+    for pieces in _batches(examples_of(data, teacher.tokenizer), batch_tokens):
         examples = [example for example in text(pieces) if example is not None]
         for some in by_tokens(examples, batch_tokens):
             yield collate([[example] for example in some], pad_id=0)
@@ -300,7 +300,7 @@ def with_keys(cache: Cache, documents: int) -> Cache:
     return cache
 
 
-def examples_of(cache: Cache, places: np.ndarray) -> list[Example]:
+def student_examples(cache: Cache, places: np.ndarray) -> list[Example]:
     """What a student's pipeline would ask with; made before the clock starts."""
     made = []
     for at in places:

@@ -5,8 +5,9 @@ Shapes: B rows of a batch, L positions, N loss rows, V vocabulary, H hidden widt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,27 +20,41 @@ class PotstillError(Exception):
     """Something the user can put right. The command line shows its one sentence and no traceback."""
 
 
+def _no_ids() -> npt.NDArray[np.int32]:
+    return np.zeros(0, dtype=np.int32)
+
+
+def _no_mask() -> npt.NDArray[np.bool_]:
+    return np.zeros(0, dtype=np.bool_)
+
+
 @dataclass(frozen=True)
 class Example:
-    """One text and what is supervised in it.
+    """One text and what is supervised in it; once it is tokenized, in the student's tokens too.
 
     The raw text stays beside the student's ids because a teacher with another tokenizer reads the text, not the ids.
     """
 
     key: str  # stable hash of the text, or of the canonical JSON of the messages before any chat template
-    text: str  # as the student's tokenizer read it (for a chat: as its template rendered it)
-    ids: npt.NDArray[np.int32]  # [L]
-    supervised: npt.NDArray[np.bool_]  # [L]; token i is to be predicted. Token 0 never is: nothing comes before it
-    supervised_bytes: int  # UTF-8 bytes of `text` that the supervised tokens stand for
+    text: (
+        str  # as the student's tokenizer reads it (for a chat: as its template rendered it); "": nothing to learn from
+    )
+    ids: npt.NDArray[np.int32] = field(default_factory=_no_ids)  # [L]; empty until it is tokenized
+    # [L]; token i is to be predicted. Token 0 never is: nothing comes before it
+    supervised: npt.NDArray[np.bool_] = field(default_factory=_no_mask)
+    supervised_bytes: int = 0  # UTF-8 bytes of `text` that the supervised tokens stand for
     messages: Sequence[Mapping[str, Any]] | None = None  # the conversation, for a teacher with its own template
     tools: Sequence[Any] | None = None  # that were offered in it
     spans: tuple[tuple[int, int], ...] | None = None  # characters of `text` that are supervised; None: all
     ends: npt.NDArray[np.int64] | None = None  # [L]; where each token ends in `text`, in bytes, when asked for
     columns: Mapping[str, str] = field(default_factory=dict)  # of its record, that teachers ask for
     source: str = ""  # where it came from, for error messages: file and record
+    first: bool = True  # of its record's examples
+    last: bool = True  # of its text's pieces: eos may follow
+    split: bool = False  # part of a conversation whose template rewrites earlier turns
     writer: str | None = None  # "student" or "teacher", who wrote the supervised part; None: it is the data set's
     behaviour: npt.NDArray[np.float32] | None = (
-        None  # [L]; log-probability each token was written with; 0 in the prompt
+        None  # [L]; log-probability each token was sampled with; 0 in the prompt
     )
     version: int | None = None  # optimizer steps of the student that wrote it
 
@@ -308,6 +323,45 @@ class Teacher(Protocol):
     def close(self) -> None:
         """At the end of a run, however it ends: put away what was gathered."""
         ...
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The rows of one optimizer step, as micro-batches."""
+
+    batches: tuple[Batch, ...]
+    state: dict[str, Any]  # JSON-able: what to resume from after this step
+    counts: dict[str, int]  # since the beginning of the run
+    epoch: int  # from 0
+    facts: Mapping[str, float] = field(default_factory=dict)  # about text that was written for it, for the log
+
+
+class RolloutSource(Protocol):
+    """Step batches of text that a model writes while the run goes on. `data.loader.Feed` reads them as it reads a data set."""
+
+    @property
+    def waiting(self) -> int:
+        """Step batches that are written already: what comes after them may need weights that are not there yet."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is worth a word before the first step."""
+        ...
+
+    def __iter__(self) -> Iterator[StepBatch]: ...
+
+    def __next__(self) -> StepBatch: ...
+
+    def advance(self, version: int) -> None:
+        """The student has new weights, after so many optimizer steps."""
+        ...
+
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        """Write to a checkpoint what was written and is still to be trained on after `state`."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def _moved(record: Any, device: torch.device) -> Any:

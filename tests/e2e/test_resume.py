@@ -19,7 +19,7 @@ from tiny_runs import InterruptAt, Interrupted, TinyRuns, assert_same_run, lines
 import potstill
 from potstill import files
 from potstill.config.recipe import load_recipe
-from potstill.data import pipeline
+from potstill.data import loader
 from potstill.training import checkpoint, state
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.e2e
 def small_groups() -> Iterator[None]:
     """The data is laid out 3 steps at a time instead of 16, so that runs of 8 end within, between and at the end of them."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "GROUP_WINDOWS", 3)
+        patched.setattr(loader, "GROUP_STEPS", 3)
         yield
 
 

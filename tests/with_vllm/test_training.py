@@ -99,7 +99,7 @@ def test_as_a_teacher_it_says_what_the_live_model_says(vllm_server: str, tmp_pat
     assert isinstance(live.source, LiveModel)
     with open_feed(loaded, parts, Progress(total_steps=1), tmp_path / "again", None) as feed:
         step = next(feed)
-        for batch, ready in zip(step.window.batches, step.ready, strict=True):
+        for batch, ready in zip(step.step.batches, step.ready, strict=True):
             target = parts.teachers[0].targets(batch, ready[0])
             logp = target_logits(live.targets(batch), slice(None)).double().log_softmax(-1)
             if isinstance(target, TokenLogprobsTarget):
@@ -132,8 +132,8 @@ def test_as_a_teacher_it_writes_what_the_live_model_writes(vllm_server: str, tmp
         parts = assemble(loaded)
         with open_feed(loaded, parts, Progress(total_steps=1), tmp_path / name, None) as feed:
             step = next(feed)
-        found.append(sorted(tuple(e.ids.tolist()) for batch in step.window.batches for e in batch.examples))
-        assert all(e.writer == "teacher" and e.behaviour is None for b in step.window.batches for e in b.examples)
+        found.append(sorted(tuple(e.ids.tolist()) for batch in step.step.batches for e in batch.examples))
+        assert all(e.writer == "teacher" and e.behaviour is None for b in step.step.batches for e in b.examples)
         parts.teachers[0].close()
     assert found[0] == found[1] and len(found[0]) == 8
     run = potstill.train(recipe(tmp_path / "run", teachers=[server], rollouts=writes, loss={"ce_weight": 1.0}))

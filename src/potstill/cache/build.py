@@ -24,15 +24,9 @@ import numpy as np
 from potstill.cache.codec import NOTHING, Signal, encode, to_bytes
 from potstill.cache.manifest import HEAD, PROBE, TOKENIZER, part, read_manifest, signal_keys
 from potstill.cache.origin import CLOSE, LiveOrigin, Origin, save_head
-from potstill.cache.reading import (
-    TeacherText,
-    as_cached,
-    chat_kwargs,
-    pieces_of,
-)
+from potstill.cache.reading import TeacherText, as_cached, chat_kwargs, examples_of
 from potstill.cache.store import SHARD_BYTES, Cache, adopt, begun_cache, create
 from potstill.config import DataConfig, StoreConfig
-from potstill.data import Piece
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel
 from potstill.types import Example, PotstillError
@@ -134,7 +128,7 @@ class CacheWriter:
                 f"{self.origin.identity.name}: choose another folder"
             )
 
-    def add(self, pieces: Sequence[Piece], batch_tokens: int = BATCH_TOKENS) -> int:
+    def add(self, pieces: Sequence[Example], batch_tokens: int = BATCH_TOKENS) -> int:
         """Compute some documents. Gives how many have nothing to predict in them: they are stored as nothing, for else they
         would be missing for ever."""
         read, barren = self._read(pieces)
@@ -146,7 +140,7 @@ class CacheWriter:
                 self._pending.popleft().result()
         return len(barren)
 
-    def start(self, pieces: Sequence[Piece], written: Sequence[Example], batch_tokens: int) -> list[Future[None]]:
+    def start(self, pieces: Sequence[Example], written: Sequence[Example], batch_tokens: int) -> list[Future[None]]:
         """Begin with some documents, and with texts that are in the teacher's tokens already. Who waits for what is given
         back, on whatever thread, finds them packed. Not to be called by two threads at once."""
         read, barren = self._read(pieces)
@@ -155,7 +149,7 @@ class CacheWriter:
             begun += [self.write(some) for some in by_tokens(examples, batch_tokens)]
         return begun
 
-    def _read(self, pieces: Sequence[Piece]) -> tuple[list[Example], list[str]]:
+    def _read(self, pieces: Sequence[Example]) -> tuple[list[Example], list[str]]:
         """Pieces in the teacher's tokens, and the keys of those with nothing to predict in them."""
         read = self.text(pieces)
         barren = [piece.key for piece, example in zip(pieces, read, strict=True) if example is None]
@@ -282,7 +276,7 @@ def build(
     there, total = (0, 0) if streaming else _to_do(cache, data, origin.tokenizer, key)
     done = unpredictable = 0
     try:
-        for number, batch in enumerate(_batches(pieces_of(data, origin.tokenizer, key), batch_tokens)):
+        for number, batch in enumerate(_batches(examples_of(data, origin.tokenizer, key), batch_tokens)):
             if number % world != rank:
                 continue
             missing = [piece for piece, at in zip(batch, cache.find([p.key for p in batch]), strict=True) if at < 0]
@@ -300,7 +294,7 @@ def build(
 def _to_do(cache: Cache, data: DataConfig, tokenizer: Any, key: str) -> tuple[int, int]:
     """How many documents are there already, and how many bytes of text are not."""
     there = total = 0
-    pieces = pieces_of(data, tokenizer, key)
+    pieces = examples_of(data, tokenizer, key)
     while some := list(islice(pieces, GROUP_PIECES)):
         found = cache.find([piece.key for piece in some]) >= 0
         there += int(found.sum())
@@ -308,11 +302,11 @@ def _to_do(cache: Cache, data: DataConfig, tokenizer: Any, key: str) -> tuple[in
     return there, total
 
 
-def _batches(pieces: Iterator[Piece], batch_tokens: int) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterator[Example], batch_tokens: int) -> Iterator[list[Example]]:
     """Pieces of like lengths. Lengths are in bytes: only who computes a batch needs its tokens."""
     while group := list(islice(pieces, GROUP_PIECES)):
         group.sort(key=lambda piece: (len(piece.text.encode()), piece.key))
-        batch: list[Piece] = []
+        batch: list[Example] = []
         for piece in group:
             if batch and (len(batch) + 1) * len(piece.text.encode()) > 4 * batch_tokens:
                 yield batch

@@ -23,7 +23,6 @@ from potstill.cache.foreign import Record, maxtext_records, parquet_records
 from potstill.cache.manifest import IMPORTED, signal_keys
 from potstill.cache.reading import TeacherText, template_fingerprint, tokenizer_fingerprint
 from potstill.cache.store import SHARD_BYTES, Cache, Writer, begun_cache, create
-from potstill.data import Piece
 from potstill.data.examples import text_key
 from potstill.files import could_not_write, new_file
 from potstill.models import load_tokenizer
@@ -269,7 +268,7 @@ class _Words:
         """What potstill reads in a text, where it is these tokens, or they and an eos."""
         if not text:
             return None
-        (example,) = self._encode([Piece(text_key(text), text, source=source)])
+        (example,) = self._encode([Example(text_key(text), text, source=source)])
         if example is None or not len(example.ids) - 1 <= len(tokens) <= len(example.ids):
             return None
         return example if np.array_equal(example.ids[: len(tokens)], tokens) else None

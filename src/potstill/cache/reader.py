@@ -16,12 +16,10 @@ from potstill.cache.build import BATCH_TOKENS, CacheWriter
 from potstill.cache.codec import Document, Format, blank, from_bytes
 from potstill.cache.manifest import HEAD, part, tokenizer_of
 from potstill.cache.origin import read_head
-from potstill.cache.reading import piece_of
 from potstill.cache.scored import Documents
 from potstill.cache.store import Cache
 from potstill.cache.verify import coverage
 from potstill.config import DataConfig
-from potstill.data import Piece
 from potstill.models import load_tokenizer
 from potstill.types import Batch, DenseTarget, Example, PotstillError
 
@@ -57,8 +55,8 @@ class DocumentSource(Protocol):
 
 
 class CacheReader:
-    """`piece`: what the teacher reads of an example. `own_ids`: its tokens are the student's, so that a text that a model wrote
-    is read in the tokens it was written in, which no tokenizer gives back from the text."""
+    """`as_read`: gives an example the text that a teacher with other tokens reads. Without it, a text that a model wrote is
+    read in the tokens it was written in, which no tokenizer gives back from the text."""
 
     def __init__(
         self,
@@ -67,20 +65,18 @@ class CacheReader:
         skip_missing: bool = False,
         writer: CacheWriter | None = None,
         data: DataConfig | None = None,
-        piece: Callable[[Example], Piece] = piece_of,
-        own_ids: bool = True,
+        as_read: Callable[[Example], Example] | None = None,
     ) -> None:
         cache.check_files()
         self.cache = cache
         self.form = cache.form
         self.ahead = writer.origin.at_once if writer is not None and writer.origin.ahead else 1
-        self._own_ids = own_ids
         self._claiming = threading.Lock()
         self._claimed: dict[str, threading.Event] = {}  # documents under way, and what is set when they are there
         self._skip = skip_missing
         self._writer = writer
         self._data = data
-        self._piece = piece
+        self._as_read = as_read
         self.fixed = writer is None and not skip_missing
         self._heads: dict[tuple[torch.device, int], DenseTarget] = {}
 
@@ -149,9 +145,10 @@ class CacheReader:
         assert self._writer is not None
         # In parts of like lengths: one long document among short ones would pad all of them to its length.
         tokens = min(sum(len(example.ids) for example in examples), BATCH_TOKENS)
-        written = [e for e in examples if e.writer is not None and self._own_ids]
-        pieces = [self._piece(e) for e in examples if e.writer is None or not self._own_ids]
-        return self._writer.start(pieces, written, tokens)
+        if self._as_read is not None:
+            return self._writer.start([self._as_read(example) for example in examples], (), tokens)
+        written = [example for example in examples if example.writer is not None]
+        return self._writer.start([example for example in examples if example.writer is None], written, tokens)
 
     def _release(self, keys: Iterable[str], done: threading.Event) -> None:
         for key in keys:

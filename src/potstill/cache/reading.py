@@ -11,39 +11,25 @@ from typing import Any
 import torch
 
 from potstill.config import DataConfig
-from potstill.data import Encoder, Piece, Source, piece_maker
+from potstill.data import Encoder, Source, example_maker
 from potstill.models import LanguageModel
 from potstill.types import Example, PotstillError
 
 LONGEST = 2**20  # tokens, of a teacher that does not say how many it can read
 
 
-def pieces_of(data: DataConfig, tokenizer: Any, key: str = "data") -> Iterator[Piece]:
-    """The pieces of a data set in order, each once however often it is there."""
+def examples_of(data: DataConfig, tokenizer: Any, key: str = "data") -> Iterator[Example]:
+    """The examples of a data set in order, each once however often it is there."""
     seen: set[bytes] = set()
     for number, config in enumerate(data.sources):
         source = Source(config, f"{key}.sources[{number}]", seed=0, shuffle=False, further=data.columns)
-        maker = piece_maker(data, config, source.key, tokenizer)
+        make = example_maker(data, config, source.key, tokenizer)
         for record, where, _ in source.records(0):
-            for piece in maker(record, where):
-                known = bytes.fromhex(piece.key)
-                if not piece.dropped and known not in seen:
+            for example in make(record, where):
+                known = bytes.fromhex(example.key)
+                if example.text and known not in seen:
                     seen.add(known)
-                    yield piece
-
-
-def piece_of(example: Example) -> Piece:
-    """The piece that an example of the data pipeline came from."""
-    return Piece(
-        example.key,
-        example.text,
-        spans=example.spans,
-        template=example.messages is not None,
-        messages=example.messages,
-        tools=example.tools,
-        columns=example.columns,
-        source=example.source,
-    )
+                    yield example
 
 
 def as_cached(data: DataConfig, manifest: Mapping[str, Any]) -> DataConfig:
@@ -52,15 +38,15 @@ def as_cached(data: DataConfig, manifest: Mapping[str, Any]) -> DataConfig:
 
 
 class TeacherText:
-    """Pieces to Examples in a teacher's tokens. Every document ends with eos, whether or not a student will see it there:
+    """Examples in a teacher's tokens. Every document ends with eos, whether or not a student will see it there:
     what comes before is the same. A document longer than the teacher can read is cut."""
 
     def __init__(self, tokenizer: Any, positions: int | None) -> None:
         self._encode = Encoder(tokenizer, max_length=positions or LONGEST, append_eos=True, ends=True)
 
-    def __call__(self, pieces: Sequence[Piece]) -> list[Example | None]:
+    def __call__(self, examples: Sequence[Example]) -> list[Example | None]:
         """None: there is nothing to predict in it."""
-        return [encoded.example for encoded in self._encode([replace(piece, last=True) for piece in pieces])]
+        return [encoded.example for encoded in self._encode([replace(example, last=True) for example in examples])]
 
 
 def chat_kwargs(data: DataConfig) -> dict[str, Any]:

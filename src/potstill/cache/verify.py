@@ -22,7 +22,7 @@ from potstill.cache.codec import (
     wrong_ids,
 )
 from potstill.cache.manifest import IMPORTED
-from potstill.cache.reading import dtype_name, pieces_of, tokenizer_fingerprint, weights_fingerprint
+from potstill.cache.reading import dtype_name, examples_of, tokenizer_fingerprint, weights_fingerprint
 from potstill.cache.scored import read_hidden
 from potstill.cache.shard import Shard, whole
 from potstill.cache.signal import signal_of, uniforms
@@ -66,7 +66,7 @@ def coverage(
     documents = missing = 0
     first = ""
     data = data.model_copy(update={"piece_bytes": cache.manifest["piece_bytes"]})
-    pieces = pieces_of(data, tokenizer, key)
+    pieces = examples_of(data, tokenizer, key)
     while some := list(islice(pieces, AT_ONCE)):
         found = cache.find([piece.key for piece in some])
         lacking = [piece for piece, at in zip(some, found, strict=True) if at < 0]

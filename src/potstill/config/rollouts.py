@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from potstill.config.sections import Positive, Section, ServerAddress
 
 SMALLEST_SHARE = 1e-9  # what shares may miss one by, for rounding
+
+
+ENGINES = {  # what writes text: the module whose open_engine(EngineSetup) starts it
+    "transformers": "potstill.rollouts.transformers",
+    "vllm": "potstill.rollouts.vllm",
+}
 
 
 class SamplingConfig(Section):
@@ -33,8 +39,10 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     """What runs the writer's model."""
 
-    kind: Literal["transformers", "vllm"] = Field(
-        "transformers", description="transformers: in this process; vllm: in this process too, or behind `server`"
+    kind: str = Field(
+        "transformers",
+        description="transformers: in this process; vllm: in this process too, or behind `server`",
+        json_schema_extra={"enum": list(ENGINES)},
     )
     server: ServerAddress | None = Field(
         None, description="vllm: address of a running `vllm serve`, which takes new weights from `folder`"
@@ -49,6 +57,8 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> EngineConfig:
+        if self.kind not in ENGINES:
+            raise ValueError(f"there is no engine {self.kind}: choose one of {', '.join(ENGINES)}")
         for key in ("server", "folder", "options"):
             if getattr(self, key) and self.kind != "vllm":
                 raise ValueError(f"{key} goes with kind: vllm")

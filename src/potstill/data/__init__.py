@@ -1,9 +1,9 @@
-"""Data sets to batches: sources, pieces, examples, and the windows of a run."""
+"""Data sets to batches: sources, examples, and the step batches of a run."""
 
-from potstill.data.encoding import Encoded, Encoder, untrimmed
-from potstill.data.examples import Piece, ids_key, json_key, piece_maker
+from potstill.data.encoding import Encoded, Encoder, around, untrimmed
+from potstill.data.examples import example_maker, ids_key, json_key
 from potstill.data.layout import collate, pack, without
-from potstill.data.pipeline import COUNTS, StepBatch, StepBatches, count_windows
+from potstill.data.loader import COUNTS, Feed, PreparedStep, StepBatches, check_there, count_left
 from potstill.data.prefetch import Prefetched, StoppedWaiting
 from potstill.data.sample import check_lengths, lost_in, with_pieces
 from potstill.data.sources import Source, generator
@@ -13,23 +13,25 @@ __all__ = [
     "COUNTS",
     "Encoded",
     "Encoder",
-    "Piece",
+    "Feed",
     "Prefetched",
+    "PreparedStep",
     "Source",
     "State",
-    "StepBatch",
     "StepBatches",
     "StoppedWaiting",
+    "around",
     "check_lengths",
+    "check_there",
     "collate",
-    "count_windows",
+    "count_left",
+    "example_maker",
     "generator",
     "ids_key",
     "json_key",
     "lost_in",
     "open_stream",
     "pack",
-    "piece_maker",
     "untrimmed",
     "with_pieces",
     "without",

@@ -1,15 +1,14 @@
-"""Records to pieces of text.
+"""Records to Examples, before any tokenizer: that is what is shuffled, and what an example's key is the hash of.
 
-A piece is text with what is supervised in it, before any tokenizer: that is what is shuffled, and what an example's key
-is the hash of. Long plain texts are cut here, as text, so that whoever tokenizes a piece has seen the same beginning.
+Long plain texts are cut here, as text, so that whoever tokenizes a piece has seen the same beginning.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,27 +16,10 @@ import numpy.typing as npt
 
 from potstill.config import DataConfig, SourceConfig
 from potstill.text.chat import ChatRenderer, read_messages, read_tools
-from potstill.types import PotstillError
+from potstill.types import Example, PotstillError
 
-Pieces = Callable[[Mapping[str, Any], str], "Iterator[Piece]"]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What will become an Example, or (with `dropped`) the trace of a record that gave none, so that it is counted."""
-
-    key: str
-    text: str
-    spans: tuple[tuple[int, int], ...] | None = None  # characters to supervise; None: all
-    template: bool = False  # a template wrote the special tokens already
-    first: bool = True  # of its record
-    last: bool = True  # of its text: eos may follow
-    split: bool = False  # of a conversation whose template rewrites earlier turns
-    dropped: bool = False
-    messages: Sequence[Mapping[str, Any]] | None = None
-    tools: Sequence[Any] | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
-    source: str = ""
+Record = Mapping[str, Any]
+MakeExamples = Callable[[Record, str], Iterator[Example]]  # of a record, and where it is
 
 
 def text_key(text: str) -> str:
@@ -89,55 +71,45 @@ def cut_text(text: str, most: int) -> list[str]:
     return pieces
 
 
-def piece_maker(data: DataConfig, source: SourceConfig, key: str, tokenizer: Any) -> Pieces:
-    """The function that turns a record of `source`, and where it is, into pieces."""
-    maker = _maker(data, source, key, tokenizer)
-    if not data.columns:
-        return maker
+def example_maker(data: DataConfig, source: SourceConfig, key: str, tokenizer: Any) -> MakeExamples:
+    """The function that turns a record of `source` into examples. One without text is the trace of a record that gave none,
+    so that it is counted."""
+    renderer = ChatRenderer(tokenizer, source.chat_template_kwargs, key) if source.kind == "messages" else None
 
-    def with_columns(record: Mapping[str, Any], where: str) -> Iterator[Piece]:
+    def make(record: Record, where: str) -> Iterator[Example]:
         columns = {column: _text(record, column, where) for column in data.columns}
-        return (replace(piece, columns=columns) for piece in maker(record, where))
+        if renderer is not None:
+            made = _of_chat(record, where, source, renderer)
+        elif source.kind == "completion":
+            made = _of_completion(record, where, source)
+        else:
+            made = _of_text(record, where, source, data.cut_bytes)
+        return (replace(example, source=where, columns=columns) for example in made)
 
-    return with_columns
-
-
-def _maker(data: DataConfig, source: SourceConfig, key: str, tokenizer: Any) -> Pieces:
-    if source.kind == "messages":
-        renderer = ChatRenderer(tokenizer, source.chat_template_kwargs, key)
-        return lambda record, where: _chat_pieces(record, where, source, renderer)
-    if source.kind == "completion":
-        return lambda record, where: _completion_pieces(record, where, source)
-    return lambda record, where: _text_pieces(record, where, source, data.cut_bytes)
+    return make
 
 
-def _text_pieces(record: Mapping[str, Any], where: str, source: SourceConfig, most: int) -> Iterator[Piece]:
-    text = _text(record, source.text or "text", where)
-    if not text:
-        yield Piece("", "", dropped=True)
-        return
-    texts = cut_text(text, most)
+def _of_text(record: Record, where: str, source: SourceConfig, most: int) -> Iterator[Example]:
+    texts = cut_text(_text(record, source.text or "text", where), most)
     first = True
-    for number, part in enumerate(texts, 1):
-        key = text_key(part)
-        if uniform(key) < source.fraction:
-            yield Piece(key, part, first=first, last=number == len(texts), source=where)
+    for number, text in enumerate(texts, 1):
+        key = text_key(text)
+        if not text or uniform(key) < source.fraction:
+            yield Example(key, text, first=first, last=number == len(texts))
             first = False
 
 
-def _completion_pieces(record: Mapping[str, Any], where: str, source: SourceConfig) -> Iterator[Piece]:
+def _of_completion(record: Record, where: str, source: SourceConfig) -> Iterator[Example]:
     assert source.prompt is not None
     prompt = _text(record, source.prompt, where)
     completion = _text(record, source.completion, where) if source.completion else ""
     key = json_key({"prompt": prompt, "completion": completion})
     if uniform(key) < source.fraction:
         text = prompt + completion
-        yield Piece(key, text, dropped=not text, spans=((len(prompt), len(text)),), source=where)
+        yield Example(key, text, spans=((len(prompt), len(text)),))
 
 
-def _chat_pieces(
-    record: Mapping[str, Any], where: str, source: SourceConfig, renderer: ChatRenderer
-) -> Iterator[Piece]:
+def _of_chat(record: Record, where: str, source: SourceConfig, renderer: ChatRenderer) -> Iterator[Example]:
     assert source.messages is not None
     messages = read_messages(record[source.messages], f"{where}, column {source.messages}")
     tools = read_tools(record[source.tools], f"{where}, column {source.tools}") if source.tools else None
@@ -149,28 +121,26 @@ def _chat_pieces(
         return
     texts = renderer.render(messages, tools, where)
     if not texts:
-        yield Piece(key, "", dropped=True, messages=messages, tools=tools, source=where)  # it may still be answered
+        yield Example(key, "", messages=messages, tools=tools)  # it may still be answered
     for number, rendered in enumerate(texts):
-        if len(rendered.messages) < len(messages):
-            # The same messages may stand as a conversation of their own, with other turns supervised.
+        split = len(rendered.messages) < len(messages)
+        if split:  # the same messages may stand as a conversation of their own, with other turns supervised
             key = json_key({"messages": rendered.messages, "tools": tools, "turns": rendered.turns})
-        yield Piece(
+        yield Example(
             key,
             rendered.text,
             spans=rendered.spans,
-            template=True,
             first=number == 0,
-            split=len(rendered.messages) < len(messages),
+            split=split,
             messages=rendered.messages,
             tools=tools,
-            source=where,
         )
 
 
 _NOT_UNICODE = "holds half of a surrogate pair, which is no character; repair the text"
 
 
-def _text(record: Mapping[str, Any], column: str, where: str) -> str:
+def _text(record: Record, column: str, where: str) -> str:
     value = record[column]
     if not isinstance(value, str):
         kind = "null" if value is None else f"a {type(value).__name__}"

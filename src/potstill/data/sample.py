@@ -15,7 +15,7 @@ import numpy as np
 
 from potstill.config import DataConfig, SourceConfig
 from potstill.data.encoding import Encoded, Encoder
-from potstill.data.examples import Piece, cut_text, piece_maker
+from potstill.data.examples import cut_text, example_maker
 from potstill.data.sources import Source
 from potstill.types import Example, PotstillError
 
@@ -33,32 +33,32 @@ def with_pieces(data: DataConfig, tokenizer: Any, key: str = "data") -> DataConf
     if data.piece_bytes is not None or not plain:
         return data
     uncut = data.model_copy(update={"piece_bytes": STRETCH * data.max_length})
-    pieces = [piece for piece in sampled(uncut, tokenizer, key, plain) if piece.text]
+    texts = list(sampled(uncut, tokenizer, key, plain))
     encode = Encoder(tokenizer, max_length=STRETCH * data.max_length + 64, append_eos=data.append_eos, ends=True)
-    stretches = [(e.piece, e.example) for e in encode(pieces) if e.example is not None]
+    stretches = [e.example for e in encode(texts) if e.example is not None]
     if not stretches:
         return data
     least, most = 1, STRETCH * data.max_length  # the largest that fits lies between them
     while least < most:
         size = (least + most + 1) // 2
-        fits = [tokens <= data.max_length for piece, example in stretches for tokens in _tokens(piece, example, size)]
+        fits = [tokens <= data.max_length for example in stretches for tokens in _tokens(example, size)]
         least, most = (size, most) if sum(fits) >= FIT * len(fits) else (least, size - 1)
     return data.model_copy(update={"piece_bytes": max(1, int(MARGIN * least))})
 
 
-def _tokens(piece: Piece, example: Example, size: int) -> list[int]:
+def _tokens(example: Example, size: int) -> list[int]:
     """Tokens that each piece of `size` bytes has, more or less: as many as end in it, bos, and one for its borders."""
     assert example.ends is not None
-    ends = np.cumsum([len(part.encode()) for part in cut_text(piece.text, size)])
+    ends = np.cumsum([len(part.encode()) for part in cut_text(example.text, size)])
     tokens = np.diff(np.searchsorted(example.ends, ends, side="right"), prepend=0) + 2
     # The last is what is left of a stretch that was cut from its text.
-    return [int(count) for count in (tokens if piece.last or len(tokens) == 1 else tokens[:-1])]
+    return [int(count) for count in (tokens if example.last or len(tokens) == 1 else tokens[:-1])]
 
 
 def check_lengths(data: DataConfig, tokenizer: Any, key: str = "data") -> list[str]:
     """Warnings about what is lost to max_length, and an error where that is more than half of what is to be learnt."""
-    pieces = list(sampled(data, tokenizer, key))
-    encoded = Encoder(tokenizer, max_length=data.max_length, append_eos=data.append_eos)(pieces)
+    encode = Encoder(tokenizer, max_length=data.max_length, append_eos=data.append_eos)
+    encoded = encode(list(sampled(data, tokenizer, key)))
     barren = sum(not e.kept and not e.cut for e in encoded)
     if barren == len(encoded):
         return []  # the pipeline itself says so
@@ -104,8 +104,8 @@ def lost_in(counts: Mapping[str, int]) -> str | None:
     )
 
 
-def sampled(data: DataConfig, tokenizer: Any, key: str, only: Sequence[int] | None = None) -> Iterator[Piece]:
-    """Pieces of some records of every source; of a mixture, by the sources' weights."""
+def sampled(data: DataConfig, tokenizer: Any, key: str, only: Sequence[int] | None = None) -> Iterator[Example]:
+    """Examples of some records of every source; of a mixture, by the sources' weights."""
     total = sum(source.weight or 1.0 for source in data.sources)
     for index, config in enumerate(data.sources):
         if only is None or index in only:
@@ -116,9 +116,9 @@ def sampled(data: DataConfig, tokenizer: Any, key: str, only: Sequence[int] | No
 
 def _of_source(
     data: DataConfig, config: SourceConfig, key: str, tokenizer: Any, wanted: int, characters: float
-) -> Iterator[Piece]:
+) -> Iterator[Example]:
     # Which pieces `fraction` keeps depends on their size, which may be what is asked for.
-    maker = piece_maker(data, config.model_copy(update={"fraction": 1.0}), key, tokenizer)
+    maker = example_maker(data, config.model_copy(update={"fraction": 1.0}), key, tokenizer)
     records, read = [], 0
     for record, where, _ in islice(Source(config, key, seed=0, shuffle=False, further=data.columns).records(0), READ):
         records.append((record, where))
@@ -132,7 +132,7 @@ def _of_source(
     apart = max(1, len(records) // wanted)
     each = -(-wanted // len(records[::apart]))
     for number, (record, where) in enumerate(records[::apart]):
-        pieces = list(maker(record, where))
-        step = max(1, len(pieces) // each)
+        made = list(maker(record, where))
+        step = max(1, len(made) // each)
         # Not of all records the same part: beginnings are unlike the rest.
-        yield from pieces[number % step :: step][:each]
+        yield from made[number % step :: step][:each]

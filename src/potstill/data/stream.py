@@ -1,4 +1,4 @@
-"""Pieces of several sources as one shuffled stream that can begin again anywhere.
+"""Examples of several sources as one shuffled stream that can begin again anywhere.
 
 A state is a small JSON-able value. It names records, not bytes in a buffer: what was held in memory is read again.
 """
@@ -12,57 +12,55 @@ from typing import Any
 import numpy as np
 
 from potstill.config import DataConfig
-from potstill.data.examples import Piece, Pieces, piece_maker
+from potstill.data.examples import MakeExamples, example_maker
 from potstill.data.sources import Source, generator
-from potstill.types import PotstillError
+from potstill.types import Example, PotstillError
 
 State = dict[str, Any]
 
-FIRST_PIECE = [0, 0, 0, 0]  # of a cursor: epoch, part, record, pieces of it taken
+FIRST_EXAMPLE = [0, 0, 0, 0]  # of a cursor: epoch, part, record, examples of it taken
 DRAWS_AT_ONCE = 4096
 BLOCK_WITHOUT_SHUFFLE = 1024
 
 
 class Cursor:
-    """Where one source's pieces have been read up to."""
+    """Where one source's examples have been read up to."""
 
-    def __init__(self, source: Source, pieces: Pieces, state: Sequence[int]) -> None:
-        self.source = source
-        self._pieces = pieces
+    def __init__(self, source: Source, make: MakeExamples, state: Sequence[int]) -> None:
+        self._source, self._make = source, make
         self.epoch, self._part, self._record, self._taken = state
-        self._iterator = self._epoch_pieces()
+        self._examples = self._read()
 
     def state(self) -> list[int]:
         return [self.epoch, self._part, self._record, self._taken]
 
-    def take(self) -> Piece | None:
-        """The next piece; None once at the end of each epoch."""
-        piece = next(self._iterator, None)
-        if piece is None:
+    def take(self) -> Example | None:
+        """The next example; None once at the end of each epoch."""
+        example = next(self._examples, None)
+        if example is None:
             self.epoch, self._part, self._record, self._taken = self.epoch + 1, 0, 0, 0
-            self._iterator = self._epoch_pieces()
-        return piece
+            self._examples = self._read()
+        return example
 
-    def _epoch_pieces(self) -> Iterator[Piece]:
+    def _read(self) -> Iterator[Example]:
+        """What is left of the epoch."""
         start, skip = (self._part, self._record), self._taken
         fresh = start == (0, 0) and not skip
         records = found = 0
-        for record, where, position in self.source.records(self.epoch, start):
+        for record, where, position in self._source.records(self.epoch, start):
             records += 1
             (self._part, self._record), self._taken = position, 0
-            for number, piece in enumerate(self._pieces(record, where), 1):
+            for number, example in enumerate(self._make(record, where), 1):
                 if number > skip:
                     found += 1
                     self._taken = number
-                    yield piece
+                    yield example
             skip = 0
         if fresh and not found:
-            key = self.source.key
+            key, config = self._source.key, self._source.config
             if records:
-                raise PotstillError(
-                    f"{key}.fraction: {self.source.config.fraction} keeps none of the source's {records} records"
-                )
-            name = self.source.config.dataset or self.source.config.files
+                raise PotstillError(f"{key}.fraction: {config.fraction} keeps none of the source's {records} records")
+            name = config.dataset or config.files
             raise PotstillError(f"{key}: {name if isinstance(name, str) else ', '.join(name or ())} holds no records")
 
 
@@ -70,18 +68,10 @@ class Mixture:
     """Several sources as one: drawn by weight, without end, or without weights one after another, epoch by epoch."""
 
     def __init__(
-        self,
-        cursors: Sequence[Cursor],
-        weights: Sequence[float] | None,
-        *,
-        seed: int,
-        epochs: int | None,
-        state: State,
+        self, cursors: Sequence[Cursor], weights: Sequence[float], *, seed: int, epochs: int | None, state: State
     ) -> None:
-        self._cursors = cursors
-        self._seed = seed
-        self._epochs = epochs
-        self._shares = None if weights is None else np.cumsum(weights) / np.sum(weights)
+        self._cursors, self._seed, self._epochs = cursors, seed, epochs
+        self._shares = np.cumsum(weights) / np.sum(weights) if weights else None
         self._draws: Any = None
         self._source: int = state["source"]
         self._drawn: int = state["drawn"]
@@ -89,88 +79,72 @@ class Mixture:
     def state(self) -> State:
         return {"sources": [cursor.state() for cursor in self._cursors], "source": self._source, "drawn": self._drawn}
 
-    def take(self, most: int) -> tuple[list[Piece], int]:
-        """Up to `most` pieces and their epoch (by weight: the last that all sources have reached); none at the end."""
-        pieces: list[Piece] = []
+    def take(self, most: int) -> tuple[list[Example], int]:
+        """Up to `most` examples and their epoch (by weight: the last that all sources have reached); none at the end."""
+        examples: list[Example] = []
         epoch = self._epoch()
-        while len(pieces) < most and (self._epochs is None or epoch < self._epochs):
-            cursor = self._cursors[self._source if self._shares is None else self._draw()]
-            piece = cursor.take()
-            if piece is None and self._shares is not None:
-                piece = cursor.take()  # goes round; drawing anew instead would favour the longer sources
-            if piece is not None:
-                pieces.append(piece)
+        while len(examples) < most and (self._epochs is None or epoch < self._epochs):
+            cursor = self._cursors[self._source if self._shares is None else self._draw(self._shares)]
+            example = cursor.take()
+            if example is None and self._shares is not None:
+                example = cursor.take()  # goes round; drawing anew instead would favour the longer sources
+            if example is not None:
+                examples.append(example)
                 continue
             self._source = (self._source + 1) % len(self._cursors)
-            if self._source == 0 and pieces:
+            if self._source == 0 and examples:
                 break
             epoch = self._epoch()
-        return pieces, epoch
+        return examples, epoch
 
     def _epoch(self) -> int:
         return min(cursor.epoch for cursor in self._cursors)
 
-    def _draw(self) -> int:
-        assert self._shares is not None
-        if self._draws is None or self._drawn % DRAWS_AT_ONCE == 0:
+    def _draw(self, shares: Any) -> int:
+        at = self._drawn % DRAWS_AT_ONCE
+        if self._draws is None or at == 0:
             self._draws = generator(self._seed, 3, self._drawn // DRAWS_AT_ONCE).random(DRAWS_AT_ONCE)
-        drawn = self._draws[self._drawn % DRAWS_AT_ONCE]
         self._drawn += 1
-        return int(min(np.searchsorted(self._shares, drawn, side="right"), len(self._cursors) - 1))
-
-
-class Blocks:
-    """A mixture in blocks of `size` pieces, each shuffled by (seed, epoch, number of the block)."""
-
-    def __init__(self, mixture: Mixture, *, seed: int, size: int, shuffle: bool, state: State) -> None:
-        self._mixture = mixture
-        self._seed = seed
-        self._size = size if shuffle else min(size, BLOCK_WITHOUT_SHUFFLE)
-        self._shuffle = shuffle
-        self._number: int = state["block"]
-        self._index: int = state["index"]
-
-    def __iter__(self) -> Iterator[tuple[Piece, Place]]:
-        """Every piece with its place."""
-        while True:
-            start = self._mixture.state()
-            pieces, epoch = self._mixture.take(self._size)
-            if not pieces:
-                return
-            order = range(len(pieces))
-            if self._shuffle:
-                order = generator(self._seed, 4, epoch, self._number).permutation(len(pieces)).tolist()
-            block = Block(start, self._number, epoch)
-            for i in range(self._index, len(pieces)):
-                yield pieces[order[i]], Place(block, i)
-            self._number += 1
-            self._index = 0
-
-
-@dataclass(frozen=True)
-class Block:
-    """Where a block begins in the mixture."""
-
-    mixture: State
-    number: int
-    epoch: int
+        return int(min(np.searchsorted(shares, self._draws[at], side="right"), len(self._cursors) - 1))
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece stands in the shuffled stream."""
+    """Where an example stands in the shuffled stream."""
 
-    block: Block
-    index: int
+    mixture: State  # where its block begins
+    block: int
+    epoch: int
+    index: int  # in the block
 
     def state(self, after: bool = False) -> State:
-        """What to begin again from: this piece, or the one after it."""
-        return {"mixture": self.block.mixture, "block": self.block.number, "index": self.index + after}
+        """What to begin again from: this example, or the one after it."""
+        return {"mixture": self.mixture, "block": self.block, "index": self.index + after}
+
+
+Stream = Iterator[tuple[Example, Place]]
+
+
+def _shuffled(mixture: Mixture, data: DataConfig, seed: int, state: State) -> Stream:
+    """A mixture in blocks of shuffle_buffer examples, each shuffled by (seed, epoch, number of the block)."""
+    size = data.shuffle_buffer if data.shuffle else min(data.shuffle_buffer, BLOCK_WITHOUT_SHUFFLE)
+    number, index = state["block"], state["index"]
+    while True:
+        start = mixture.state()
+        examples, epoch = mixture.take(size)
+        if not examples:
+            return
+        order = range(len(examples))
+        if data.shuffle:
+            order = generator(seed, 4, epoch, number).permutation(len(examples)).tolist()
+        for i in range(index, len(examples)):
+            yield examples[order[i]], Place(start, number, epoch, i)
+        number, index = number + 1, 0
 
 
 def beginning(sources: int) -> State:
     """Where a stream of so many sources starts."""
-    mixture = {"sources": [FIRST_PIECE] * sources, "source": 0, "drawn": 0}
+    mixture = {"sources": [FIRST_EXAMPLE] * sources, "source": 0, "drawn": 0}
     return {"mixture": mixture, "block": 0, "index": 0}
 
 
@@ -183,7 +157,7 @@ def open_stream(
     state: State | None,
     key: str = "data",
     changed_data_ok: bool = False,
-) -> tuple[Blocks, list[str | None]]:
+) -> tuple[Stream, list[str | None]]:
     """The sources of `data` as one stream, from where `state` (its `start`, with the sources' `fingerprints`) says; and their
     fingerprints now."""
     sources = [
@@ -199,22 +173,18 @@ def open_stream(
         raise PotstillError(
             f"{key}.sources: the saved state is of {len(positions)} sources, the recipe has {len(sources)}"
         )
-    cursors = []
-    for source, position in zip(sources, positions, strict=True):
-        maker = piece_maker(data, source.config, source.key, tokenizer)
-        cursors.append(Cursor(source, maker, position))
-    mixture = Mixture(cursors, weights or None, seed=seed, epochs=epochs, state=start["mixture"])
+    cursors = [
+        Cursor(source, example_maker(data, source.config, source.key, tokenizer), position)
+        for source, position in zip(sources, positions, strict=True)
+    ]
+    mixture = Mixture(cursors, weights, seed=seed, epochs=epochs, state=start["mixture"])
     fingerprints = [source.fingerprint() for source in sources]
     if state is not None and not changed_data_ok:
-        _check_unchanged(sources, state["fingerprints"], fingerprints)
-    return Blocks(mixture, seed=seed, size=data.shuffle_buffer, shuffle=data.shuffle, state=start), fingerprints
-
-
-def _check_unchanged(sources: Sequence[Source], then: Sequence[str | None], now: Sequence[str | None]) -> None:
-    for source, before, after in zip(sources, then, now, strict=True):
-        if before != after:
-            raise PotstillError(
-                f"{source.key} is not what the run began with (then {before or 'a stream'}; now {after or 'a stream'}), "
-                "so the run's place in it means nothing; put the data back, choose another folder with run=, or go on "
-                "all the same with checkpoint.resume=force"
-            )
+        for source, before, now in zip(sources, state["fingerprints"], fingerprints, strict=True):
+            if before != now:
+                raise PotstillError(
+                    f"{source.key} is not what the run began with (then {before or 'a stream'}; now {now or 'a stream'}), "
+                    "so the run's place in it means nothing; put the data back, choose another folder with run=, or go on "
+                    "all the same with checkpoint.resume=force"
+                )
+    return _shuffled(mixture, data, seed, start), fingerprints

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from potstill.cache.reading import chat_kwargs, pieces_of
+from potstill.cache.reading import chat_kwargs, examples_of
 from potstill.config import EvalConfig, RolloutsConfig, SamplingConfig
 from potstill.data import Encoder
 from potstill.losses import fused_linear_kd
@@ -39,7 +39,7 @@ class OnPolicyEval:
         prompter = Prompter(
             student.tokenizer, most=data.max_length - new, prompt_tokens=rollouts.prompt_tokens, kwargs=kwargs
         )
-        found = (prompter(piece) for piece in pieces_of(data, student.tokenizer, "eval.data"))
+        found = (prompter(example) for example in examples_of(data, student.tokenizer, "eval.data"))
         self._prompts = list(islice((prompt for prompt in found if prompt is not None), config.on_policy_samples))
         encode = Encoder(student.tokenizer, max_length=data.max_length, append_eos=True)
         self._answers = Answers(student, encode, kwargs)

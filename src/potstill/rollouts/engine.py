@@ -1,13 +1,20 @@
-"""What every engine that writes text has in common."""
+"""What every engine that writes text has in common, and how one is opened."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from potstill.config import RolloutsConfig
+from potstill.config.rollouts import ENGINES
+from potstill.models import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Engine(Protocol):
     """Writes text with a model. The one that it was made with, until it is told that there are new weights."""
 
     version: int  # of the weights it writes with: optimizer steps taken
+    notes: Sequence[str]  # what its user should know before the first step
 
     def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
         """In the order asked for. May be called on another thread, one call at a time."""
@@ -43,3 +51,23 @@ class Engine(Protocol):
     def close(self) -> None:
         """At the end of a run, however it ends."""
         ...
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine is opened with."""
+
+    model: LanguageModel
+    rollouts: RolloutsConfig
+    stop_ids: Sequence[int]  # the ids that end a text, and no others do
+    max_length: int  # of a prompt and what is written after it: data.max_length
+    folder: Path  # of the run
+    version: int = 0  # optimizer steps that the model has taken
+    autocast: Any = nullcontext  # a context to compute in
+    student: bool = True  # else a teacher, whose weights never change
+
+
+def open_engine(kind: str, setup: EngineSetup) -> Engine:
+    """The engine of a module of `config.rollouts.ENGINES`."""
+    engine: Engine = importlib.import_module(ENGINES[kind]).open_engine(setup)
+    return engine

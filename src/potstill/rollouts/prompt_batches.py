@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from potstill.config import DataConfig, RolloutsConfig
-from potstill.data import Encoder, Piece, State, generator, open_stream
+from potstill.data import Encoder, State, generator, open_stream
 from potstill.data.stream import Place
 from potstill.rollouts.prompts import Prompt, Prompter
 from potstill.types import Example, PotstillError
@@ -35,14 +35,14 @@ class PromptBatch:
     """The rows of one generation before anything is written."""
 
     groups: tuple[Group, ...]
-    before: State | None  # JSON-able; Drafts(…, state=before) gives this one again, and `after` the one after it
+    before: State | None  # JSON-able; PromptBatches(…, state=before) gives this one again, and `after` the one after it
     after: State
     counts: dict[str, int]  # of what was read for it
     epoch: int
 
 
-class Drafts:
-    """An iterator of drafts of `groups` groups each. With epochs the last one may be smaller."""
+class PromptBatches:
+    """An iterator of prompt batches of `groups` groups each. With epochs the last one may be smaller."""
 
     def __init__(
         self,
@@ -60,90 +60,73 @@ class Drafts:
     ) -> None:
         self._rollouts, self._seed, self._groups = rollouts, seed, groups
         self._encode, self._prompters = encode, prompters
-        stream, self._fingerprints = open_stream(
+        self._stream, self._fingerprints = open_stream(
             data, tokenizer, seed=seed, epochs=epochs, state=state, changed_data_ok=changed_data_ok
         )
-        self._pieces = iter(stream)
         self._number: int = 0 if state is None else state["group"]
         self._before = state
-        self._drafts = self._run()
+        self._place: Place | None = None  # of the last example read
 
     def __iter__(self) -> Iterator[PromptBatch]:
         return self
 
     def __next__(self) -> PromptBatch:
-        return next(self._drafts)
+        groups: list[Group] = []
+        counts: Counter[str] = Counter()
+        while len(groups) < self._groups and (group := self._group(counts)) is not None:
+            groups.append(group)
+        if not groups:
+            if self._before is None:
+                raise PotstillError("data.sources gave no prompts and no examples")
+            raise StopIteration
+        assert self._place is not None
+        before, start = self._before, self._place.state(after=True)
+        self._before = {"start": start, "group": self._number, "fingerprints": self._fingerprints}
+        return PromptBatch(tuple(groups), before, self._before, dict(counts), self._place.epoch)
 
-    def _run(self) -> Iterator[PromptBatch]:
-        place: Place | None = None
-        while True:
-            groups: list[Group] = []
-            counts: Counter[str] = Counter()
-            epoch = 0
-            while len(groups) < self._groups:
-                taken = self._group(counts)
-                if taken is None:
-                    break
-                group, place = taken
-                groups.append(group)
-                epoch = max(epoch, place.block.epoch)
-            if not groups:
-                if self._before is None:
-                    raise PotstillError("data.sources gave no prompts and no examples")
-                return
-            assert place is not None
-            after = {
-                "start": place.state(after=True),
-                "group": self._number,
-                "fingerprints": self._fingerprints,
-            }
-            yield PromptBatch(tuple(groups), self._before, after, dict(counts), epoch)
-            self._before = after
-
-    def _group(self, counts: Counter[str]) -> tuple[Group, Place] | None:
-        """The next group, and the place of its last piece; None at the end of the data."""
-        kind = self.kind(self._number)
-        wanted = self._rollouts.num_generations if kind == "data" else 1
-        examples: list[Example] = []
+    def _group(self, counts: Counter[str]) -> Group | None:
+        """The next group, the last of which may have fewer examples; None at the end of the data."""
+        number, kind = self._number, self.kind(self._number)
         prompt: Prompt | None = None
-        unused, since = 0, -1  # pieces in a row of which none could be used, and the epoch of the first
-        last: Place | None = None
-        while wanted:
-            following = next(self._pieces, None)
+        examples: list[Example] = []
+        unused, since = 0, 0  # examples in a row of which none could be used, and the epoch of the first
+        while prompt is None and len(examples) < self._rollouts.num_generations:
+            following = next(self._stream, None)
             if following is None:
-                if not examples:
-                    return None
-                break  # the last group of the last epoch may have fewer
-            piece, place = following
-            last = place
-            counts["documents"] += piece.first
+                break
+            raw, self._place = following
+            counts["documents"] += raw.first
             if kind == "data":
-                example = self._example(piece, counts)
+                example = self._read(raw, counts)
+                examples += [] if example is None else [example]
                 used = example is not None
-                examples += [example] if example is not None else []
             else:
-                prompt = self._prompters[kind](piece)
+                prompt = self._prompt(kind, raw, counts)
                 used = prompt is not None
-                if prompt is not None:
-                    counts["cut_prompts"] += prompt.cut > 0
-                    counts["cut_prompt_tokens"] += prompt.cut
-            wanted -= used
             counts["dropped_examples"] += not used
-            since = place.block.epoch if not unused else since
+            since = since if unused else self._place.epoch
             unused = 0 if used else unused + 1
-            if unused and place.block.epoch > since + 1:
+            if unused and self._place.epoch > since + 1:
                 what = "learn from" if kind == "data" else "go on from: every prompt is empty"
                 raise PotstillError(f"data.sources: in all of {unused:,} records there was nothing to {what}")
-        assert last is not None
-        number, self._number = self._number, self._number + 1
-        return Group(number, kind, prompt, tuple(examples)), last
+        if prompt is None and not examples:
+            return None
+        self._number += 1
+        return Group(number, kind, prompt, tuple(examples))
 
-    def _example(self, piece: Piece, counts: Counter[str]) -> Example | None:
-        (encoded,) = self._encode([piece])
-        if encoded.example is not None:
+    def _read(self, raw: Example, counts: Counter[str]) -> Example | None:
+        (encoded,) = self._encode([raw])
+        if encoded.kept:
             counts["cut_examples"] += encoded.cut > 0
             counts["cut_tokens"] += encoded.cut
         return encoded.example
+
+    def _prompt(self, kind: Kind, raw: Example, counts: Counter[str]) -> Prompt | None:
+        prompt = self._prompters[kind](raw)
+        if prompt is not None:
+            counts["cut_prompts"] += prompt.cut > 0
+            counts["cut_prompt_tokens"] += prompt.cut
+        return prompt
 
     def kind(self, number: int) -> Kind:
         """Who answers in a group: the same number, the same answer."""

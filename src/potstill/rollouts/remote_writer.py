@@ -17,6 +17,7 @@ class RemoteWriter:
     """An `Engine` whose weights are the teacher's own and never change."""
 
     version = 0
+    notes: Sequence[str] = ()
 
     def __init__(self, origin: RemoteOrigin, sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
         if not isinstance(origin.server, OpenAIServer):

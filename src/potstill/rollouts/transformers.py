@@ -18,7 +18,7 @@ from potstill.config import SamplingConfig
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, backbone, evaluating
 from potstill.models.libraries import reason
-from potstill.rollouts.engine import Completion, GenerationRequest
+from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
 from potstill.rollouts.rows import Kept, Reread
 from potstill.rollouts.sampling import draw, uniforms
 from potstill.types import PotstillError
@@ -50,6 +50,18 @@ WAYS = (  # fastest first
 )
 
 
+def open_engine(setup: EngineSetup) -> Engine:
+    return TransformersEngine(
+        setup.model,
+        setup.rollouts.sampling,
+        stop_ids=setup.stop_ids,
+        batch_size=setup.rollouts.engine.batch_size,
+        copies=setup.student and setup.rollouts.overlaps,
+        autocast=setup.autocast,
+        who="the student" if setup.student else "the teacher",
+    )
+
+
 class TransformersEngine:
     """`stop_ids`: whichever comes first ends a text. `copies`: write with a copy of the weights, as they were at the last
     update, so that texts can be written while the model trains. `autocast`: a context to compute in."""
@@ -74,6 +86,7 @@ class TransformersEngine:
         self._width = language_model.vocabulary
         self._stop = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=language_model.model.device)
         self._autocast = autocast
+        self.notes: Sequence[str]
         self.way, self.notes = self._right_way(who)
 
     def update(self, version: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from potstill.config.rollouts import RolloutsConfig, SamplingConfig
 from potstill.models import LanguageModel, evaluating
-from potstill.rollouts.engine import Completion, Engine, GenerationRequest
+from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
 from potstill.rollouts.sampling import drawn_from
 from potstill.rollouts.vllm_process import VLLMProcess
 from potstill.rollouts.vllm_requests import check_sampling
@@ -25,6 +25,17 @@ EACH_OF_THE_FIRST = 3  # updates that are checked; after these, whenever their n
 TEXTS, TOKENS, PROMPT = 4, 16, "The"  # of the check
 # Nats, on average over the tokens: what two implementations differ by in rounding, and weights of another step by far more.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+
+def open_engine(setup: EngineSetup) -> Engine:
+    return open_vllm(
+        setup.model,
+        setup.rollouts,
+        stop_ids=setup.stop_ids,
+        max_length=setup.max_length,
+        folder=setup.folder / "vllm",
+        version=setup.version,
+    )
 
 
 def open_vllm(
@@ -57,6 +68,7 @@ class VLLMEngine:
     stop_ids: Sequence[int]
     max_length: int
     version: int
+    notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self._updates = 0

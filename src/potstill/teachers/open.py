@@ -1,14 +1,10 @@
-"""The teachers of a recipe, opened, and made ready ahead of the step that needs them."""
+"""The teachers of a recipe, opened."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,12 +13,11 @@ from potstill.cache.build import CacheWriter
 from potstill.cache.manifest import form_of, read_manifest, tokenizer_of
 from potstill.cache.origin import LiveOrigin
 from potstill.cache.reader import CacheReader
-from potstill.cache.reading import as_cached, chat_kwargs, piece_of
+from potstill.cache.reading import as_cached, chat_kwargs
 from potstill.cache.store import Cache, check_beside
 from potstill.config import DataConfig, LossConfig, TeacherConfig
 from potstill.config.compatibility import Combination, check
 from potstill.config.sections import fixed_value
-from potstill.data import StepBatch, without
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel, difference, load_teacher, load_tokenizer, shared_ids
 from potstill.teachers.cross_tokenizer import cross_tokenizer_view
@@ -33,12 +28,7 @@ from potstill.teachers.remote import RemoteOrigin, open_remote, open_server
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.stored import StoredSignal, check_cache, check_pieces
 from potstill.teachers.teacher import Teacher
-from potstill.types import Batch, PotstillError
-from potstill.types import Teacher as AnyTeacher
-
-SKIPPED = "skipped_examples"
-LOOKED_UP = 10_000  # documents, before a run begins
-NOTHING_LEFT = "data: on_missing is skip, and the cache has none of the documents"
+from potstill.types import PotstillError
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ def open_served(opening: Opening) -> Opened:
 def open_cached(opening: Opening) -> Opened:
     """A cache, alone or in front of a model or a server that computes what it lacks."""
     config, student, where = opening.config, opening.student, f"{opening.where}.cache"
-    folder, writer, piece = Path(config.cache or ""), None, piece_of
+    folder, writer, as_read = Path(config.cache or ""), None, None
     computes: LanguageModel | RemoteOrigin | None = None
     if config.model is not None:
         computes = load_teacher(config, opening.device, opening.where)
@@ -131,12 +121,10 @@ def open_cached(opening: Opening) -> Opened:
     if computes is not None:
         origin = LiveOrigin(computes, config.name) if isinstance(computes, LanguageModel) else computes
         if reason is not None:
-            piece = opening.reader(tokenizer, origin.positions).piece
+            as_read = opening.reader(tokenizer, origin.positions).as_read
         writer = CacheWriter(origin, config.store, folder, data=opening.data)
     cache, skip = Cache(folder), config.on_missing == "skip"
-    documents = CacheReader(
-        cache, skip_missing=skip, writer=writer, data=opening.data, piece=piece, own_ids=reason is None
-    )
+    documents = CacheReader(cache, skip_missing=skip, writer=writer, data=opening.data, as_read=as_read)
     if reason is None:
         width = check_cache(cache, student, opening.data, where)
         view: TokenizerView = SameTokenizerView(logprobs_only=opening.loss.policy_gradient)
@@ -198,113 +186,3 @@ def as_teachers_need(data: DataConfig, configs: Sequence[TeacherConfig]) -> Data
         if (folder / MANIFEST).exists():
             data = as_cached(data, read_manifest(folder))
     return data
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A window, and for each of its micro-batches what each teacher made ready."""
-
-    window: StepBatch
-    ready: Sequence[Sequence[Any]]
-
-
-def prepared(
-    windows: Iterable[StepBatch],
-    teachers: Sequence[AnyTeacher],
-    counts: Mapping[str, int] = MappingProxyType({}),
-    *,
-    workers: int = 1,
-) -> Iterator[Prepared]:
-    """Step batches with what the teachers can make ready on the host. Documents that a teacher lacks are left out, and steps
-    of which nothing is left. `counts`: of what went before. `workers`: windows made ready at once."""
-    left = _left(windows, teachers, counts)
-    ahead = max((teacher.ahead for teacher in teachers), default=1)
-    if workers == 1 and ahead == 1:
-        yield from (_ready(window, teachers) for window in left)
-        return
-    if workers == 1:  # all that a window asks of servers is under way at once
-        with ThreadPoolExecutor(ahead, "prepare") as pool:
-            yield from (_ready(window, teachers, pool) for window in left)
-        return
-    with ThreadPoolExecutor(workers, "prepare") as pool:
-        waiting: deque[Future[Prepared]] = deque()
-        try:
-            for window in left:
-                waiting.append(pool.submit(_ready, window, teachers))
-                if len(waiting) >= workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _ready(window: StepBatch, teachers: Sequence[AnyTeacher], pool: ThreadPoolExecutor | None = None) -> Prepared:
-    if pool is None:
-        return Prepared(window, [[teacher.prepare(batch) for teacher in teachers] for batch in window.batches])
-    begun = [[pool.submit(teacher.prepare, batch) for teacher in teachers] for batch in window.batches]
-    try:
-        return Prepared(window, [[future.result() for future in some] for some in begun])
-    finally:
-        for future in (one for some in begun for one in some):
-            future.cancel()
-
-
-def _left(
-    windows: Iterable[StepBatch], teachers: Sequence[AnyTeacher], counts: Mapping[str, int]
-) -> Iterator[StepBatch]:
-    """The windows without what teachers lack."""
-    skipped, unused = counts.get(SKIPPED, 0), 0
-    barren: int | None = None  # the epoch since which nothing was left
-    for window in windows:
-        batches = []
-        for batch in window.batches:
-            left_out = _lacking(batch, teachers)
-            skipped += len(left_out)
-            batches.append(without(batch, left_out) if left_out else batch)
-            unused += batch.supervised_tokens - batches[-1].supervised_tokens
-        if not any(batch.supervised_tokens for batch in batches):
-            barren = window.epoch if barren is None else barren
-            if window.epoch > barren + 1:  # it would go on like that for ever
-                raise PotstillError(NOTHING_LEFT)
-            continue
-        barren = None
-        yield _counted(window, batches, skipped, unused)
-
-
-def check_there(windows: Callable[[], Iterable[StepBatch]], teachers: Sequence[AnyTeacher], steps: int) -> None:
-    """Before a run: that a cache with no model beside it has what the run reads first. What is missing further on is told when
-    it is read ahead: to look everything up would be to read the data twice."""
-    fixed = [teacher for teacher in teachers if teacher.fixed]
-    looked_up = 0
-    for window in islice(windows(), steps) if fixed else ():
-        examples = [example for batch in window.batches for example in batch.examples]
-        for teacher in fixed:
-            teacher.check_there(examples)
-        looked_up += len(examples)
-        if looked_up >= LOOKED_UP or window.epoch:
-            return
-
-
-def count_left(windows: Iterable[StepBatch], teachers: Sequence[AnyTeacher], progress: Callable[[int], None]) -> int:
-    """How many windows `prepared` gives."""
-    total = 0
-    for window in windows:
-        total += any(len(_lacking(batch, teachers)) < len(batch.examples) for batch in window.batches)
-        progress(total)
-    if not total:
-        raise PotstillError(NOTHING_LEFT)
-    return total
-
-
-def _lacking(batch: Batch, teachers: Sequence[AnyTeacher]) -> list[int]:
-    return sorted({i for teacher in teachers for i in teacher.missing(batch)})
-
-
-def _counted(window: StepBatch, batches: Sequence[Batch], skipped: int, unused: int) -> StepBatch:
-    """The window with what is left of it, and counts of what was left out."""
-    if not skipped:
-        return window
-    counts = {**window.counts, SKIPPED: skipped}
-    counts["supervised_tokens"] -= unused
-    return replace(window, batches=tuple(batches), counts=counts, state={**window.state, "counts": counts})

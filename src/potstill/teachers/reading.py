@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from potstill.cache.reading import TeacherText, piece_of
-from potstill.data import Piece
+from potstill.cache.reading import TeacherText
 from potstill.text.chat import ChatRenderer
 from potstill.types import Example, PotstillError
 
-NOTHING = Example("", "", np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.bool_), 0)
+NOTHING = Example("", "")
 
 
 class TeacherReader:
@@ -28,20 +25,21 @@ class TeacherReader:
 
     def __call__(self, examples: Sequence[Example]) -> list[Example]:
         """NOTHING where there is nothing to predict."""
-        return [read or NOTHING for read in self._text([self.piece(example) for example in examples])]
+        return [read or NOTHING for read in self._text([self.as_read(example) for example in examples])]
 
-    def piece(self, example: Example) -> Piece:
-        piece, context = piece_of(example), None if self._column is None else example.columns[self._column]
+    def as_read(self, example: Example) -> Example:
+        """The example with the text that the teacher reads."""
+        context = None if self._column is None else example.columns[self._column]
         if example.messages is not None:
-            return self._conversation(piece, example, context)
+            return self._conversation(example, context)
         if context is None:
-            return piece
+            return example
         # In place of the prompt that the student reads, where there is one.
         begin = 0 if example.spans is None else example.spans[0][0]
         text = context + example.text[begin:]
-        return replace(piece, text=text, spans=((len(context), len(text)),))
+        return replace(example, text=text, spans=((len(context), len(text)),))
 
-    def _conversation(self, piece: Piece, example: Example, context: str | None) -> Piece:
+    def _conversation(self, example: Example, context: str | None) -> Example:
         messages = list(example.messages or ())
         if context is not None:
             others = messages[1:] if messages[0]["role"] == "system" else messages
@@ -53,8 +51,7 @@ class TeacherReader:
         except PotstillError:
             if example.writer is None:
                 raise
-            return replace(piece, text="", dropped=True)  # the student may write what no template can show
+            return replace(example, text="")  # the student may write what no template can show
         # Of a conversation whose last turn was written, only that turn is learnt.
-        return replace(
-            piece, text=rendered.text, spans=rendered.spans if example.writer is None else rendered.spans[-1:]
-        )
+        spans = rendered.spans if example.writer is None else rendered.spans[-1:]
+        return replace(example, text=rendered.text, spans=spans)

@@ -26,7 +26,7 @@ from potstill.training.state import save_state
 from potstill.types import PotstillError
 
 if TYPE_CHECKING:
-    from potstill.training.feed import Feed
+    from potstill.data import Feed
     from potstill.training.setup import Parts
 
 FIELDS = [each.name for each in fields(Progress)]

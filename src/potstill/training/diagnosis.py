@@ -11,7 +11,7 @@ from potstill.teachers.combine import compute_targets
 from potstill.types import Batch, DenseTarget, PotstillError, TokenLogprobsTarget
 
 if TYPE_CHECKING:
-    from potstill.teachers.open import Prepared
+    from potstill.data import PreparedStep
     from potstill.training.setup import Parts
     from potstill.training.student import LossSettings
 
@@ -21,10 +21,10 @@ class Diverged(PotstillError):
 
 
 @torch.no_grad()
-def diagnose(parts: Parts, prepared: Prepared, settings: LossSettings, step: int) -> str:
+def diagnose(parts: Parts, prepared: PreparedStep, settings: LossSettings, step: int) -> str:
     """One sentence: step, micro-batch, documents, and the likely cause."""
     refuse_broken_weights(parts.module, step - 1)
-    batches = prepared.window.batches
+    batches = prepared.step.batches
     for number, (host_batch, ready) in enumerate(zip(batches, prepared.ready, strict=True), 1):
         batch = host_batch.to(parts.device)
         cause = _cause(parts, batch, ready, settings)

@@ -16,10 +16,10 @@ from rich.console import Console
 
 from potstill.config import Recipe
 from potstill.config.recipe import load_recipe
-from potstill.data import StepBatch, StoppedWaiting
+from potstill.data import Feed, StoppedWaiting
 from potstill.training.checkpoint import Saver
 from potstill.training.diagnosis import Diverged
-from potstill.training.feed import Feed, open_feed
+from potstill.training.feed import open_feed
 from potstill.training.logging import watchers
 from potstill.training.metrics import Stopwatch
 from potstill.training.resume import open_run, resume
@@ -27,7 +27,7 @@ from potstill.training.run import Callback, Run
 from potstill.training.setup import Parts, assemble
 from potstill.training.state import random_state, set_random_state
 from potstill.training.step import optimizer_step
-from potstill.types import PotstillError
+from potstill.types import PotstillError, StepBatch
 
 
 def train(
@@ -126,12 +126,12 @@ class Loop:
         except PotstillError as error:  # of a server that stays away, of a record: the steps so far are sound
             set_random_state(random, device)
             raise self.saver.save_despite(error) from error
-        self._taken(following.window, metrics)
+        self._taken(following.step, metrics)
 
-    def _taken(self, window: StepBatch, metrics: Mapping[str, Any]) -> None:
+    def _taken(self, step: StepBatch, metrics: Mapping[str, Any]) -> None:
         """Tell, evaluate and save a step, as far as that is due."""
         run, recipe = self.run, self.parts.recipe
-        run.step, run.data, run.counts, run.tokens = run.step + 1, window.state, window.counts, metrics["tokens"]
+        run.step, run.data, run.counts, run.tokens = run.step + 1, step.state, step.counts, metrics["tokens"]
         self.feed.advance(run.step)
         for watcher in self.watching:
             watcher.stepped(run, metrics)

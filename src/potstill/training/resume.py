@@ -12,8 +12,8 @@ from rich.console import Console
 
 from potstill.config import Recipe
 from potstill.config.recipe import changed_keys, load_recipe, recipe_yaml
+from potstill.data import check_there, count_left
 from potstill.files import json_lines, lock, remove_unfinished, write_text
-from potstill.teachers.open import check_there, count_left
 from potstill.training.checkpoint import Checkpoints
 from potstill.training.feed import count_steps
 from potstill.training.logging import EVALS, METRICS
@@ -93,7 +93,7 @@ def resume(parts: Parts, checkpoints: Checkpoints, console: Console) -> Run:
     if found is None:
         total = steps or _count_steps(parts, console)
         if not recipe.rollouts.writes and not any(source.streaming for source in parts.data.sources):
-            check_there(lambda: parts.windows(None), parts.teachers, total)
+            check_there(lambda: parts.step_batches(None), parts.teachers, total)
         run = Run(folder, total_steps=total, teachers=parts.identities)
     else:
         path, progress = found
@@ -139,5 +139,5 @@ def _count_steps(parts: Parts, console: Console) -> int:
         if recipe.rollouts.writes:
             return count_steps(recipe, parts, progress)
         if any(teacher.on_missing == "skip" for teacher in recipe.teachers):
-            return count_left(parts.windows(None), parts.teachers, progress)
-        return parts.windows(None).count(progress)
+            return count_left(parts.step_batches(None), parts.teachers, progress)
+        return parts.step_batches(None).count(progress)

@@ -43,7 +43,7 @@ class Parts:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.train.precision == "bf16")
 
-    def windows(self, state: dict[str, Any] | None) -> StepBatches:
+    def step_batches(self, state: dict[str, Any] | None) -> StepBatches:
         """The steps of the data set, from a position in it."""
         train = self.recipe.train
         return StepBatches(

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from potstill.config import Recipe
 from potstill.config.sections import value_at
+from potstill.data import PreparedStep
 from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
 from potstill.teachers.combine import compute_targets
-from potstill.teachers.open import Prepared
 from potstill.training.diagnosis import Diverged, diagnose
 from potstill.training.metrics import SUMS, Stopwatch, alignment, means, peak_memory_bytes
 from potstill.training.optimizer import lr_factor, set_lr
@@ -25,16 +25,16 @@ from potstill.training.student import LossSettings
 from potstill.types import Teacher
 
 
-def optimizer_step(parts: Parts, step: Prepared, run: Run, clock: Stopwatch) -> dict[str, Any]:
+def optimizer_step(parts: Parts, prepared: PreparedStep, run: Run, clock: Stopwatch) -> dict[str, Any]:
     """Take the step after `run.step`; gives its metrics."""
-    recipe, window = parts.recipe, step.window
+    recipe, step = parts.recipe, prepared.step
     settings = loss_settings(recipe, run.step / max(1, run.total_steps - 1))
     kd_scale = run.kd_scale
     scaled = replace(settings, kd_weight=settings.kd_weight * kd_scale)
     # Of the whole step, over all micro-batches and ranks: the only divisor.
-    tokens = count_over_ranks(sum(batch.supervised_tokens for batch in window.batches))
+    tokens = count_over_ranks(sum(batch.supervised_tokens for batch in step.batches))
     teachers = parts.teachers if settings.kd_weight else []  # a teacher without weight is not asked
-    sums, counts = _accumulate(parts, step, teachers, tokens, scaled, clock)
+    sums, counts = _accumulate(parts, prepared, teachers, tokens, scaled, clock)
     with clock.of("optimizer"):
         norm = torch.nn.utils.clip_grad_norm_(parts.module.parameters(), recipe.train.max_grad_norm or math.inf)
         zero = torch.zeros((), device=parts.device)
@@ -42,7 +42,7 @@ def optimizer_step(parts: Parts, step: Prepared, run: Run, clock: Stopwatch) -> 
         *values, grad_norm = read(torch.cat([totals, norm.float().view(1)]))
         total = dict(zip(SUMS, values, strict=True))
         if not (math.isfinite(total["loss"]) and math.isfinite(grad_norm)):
-            raise Diverged(diagnose(parts, step, scaled, run.step + 1))
+            raise Diverged(diagnose(parts, prepared, scaled, run.step + 1))
         lr = set_lr(parts.optimizers, lr_factor(run.step, run.total_steps, recipe.train.lr_schedule))
         for optimizer in parts.optimizers:
             optimizer.step()
@@ -52,7 +52,7 @@ def optimizer_step(parts: Parts, step: Prepared, run: Run, clock: Stopwatch) -> 
     seconds = clock.read()
     return {
         "step": run.step + 1,
-        "epoch": window.epoch,
+        "epoch": step.epoch,
         "loss": total["loss"],
         "kd": total["kd"] / tokens if teachers else None,
         "ce": total["ce"] / tokens,
@@ -62,10 +62,10 @@ def optimizer_step(parts: Parts, step: Prepared, run: Run, clock: Stopwatch) -> 
         "ce_weight": settings.ce_weight,
         **means(total),
         **alignment(counts),
-        **window.facts,
+        **step.facts,
         "grad_norm": grad_norm,
         "lr": lr,
-        "tokens": window.counts["supervised_tokens"],
+        "tokens": step.counts["supervised_tokens"],
         "tokens_per_second": tokens / sum(seconds.values()),
         **seconds,
         "peak_memory_bytes": peak_memory_bytes(parts.device),
@@ -73,13 +73,18 @@ def optimizer_step(parts: Parts, step: Prepared, run: Run, clock: Stopwatch) -> 
 
 
 def _accumulate(
-    parts: Parts, step: Prepared, teachers: Sequence[Teacher], tokens: int, settings: LossSettings, clock: Stopwatch
+    parts: Parts,
+    prepared: PreparedStep,
+    teachers: Sequence[Teacher],
+    tokens: int,
+    settings: LossSettings,
+    clock: Stopwatch,
 ) -> tuple[dict[str, Tensor], Counter[str]]:
     """Forward and backward over the micro-batches: the sums over their rows, and what the teachers counted."""
     sums: dict[str, Tensor] = {}
     counts: Counter[str] = Counter()
     stat_rows = parts.recipe.log.stat_rows
-    for host_batch, ready in zip(step.window.batches, step.ready, strict=True):
+    for host_batch, ready in zip(prepared.step.batches, prepared.ready, strict=True):
         batch = host_batch.to(parts.device)
         with clock.of("teacher"):
             targets = compute_targets(teachers, ready if teachers else [], batch, parts.recipe.loss, counts)

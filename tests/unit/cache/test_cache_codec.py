@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from potstill.cache import codec
 from potstill.cache.codec import COARSE_TABLE, FINE_TABLE, Format, encode, from_bytes, to_bytes
-from potstill.cache.reading import TeacherText, pieces_of
+from potstill.cache.reading import TeacherText, examples_of
 from potstill.cache.signal import signal_of, uniforms
 from potstill.config import DataConfig, TeacherConfig
 from potstill.data import collate
@@ -307,7 +307,7 @@ def real_rows(name: str, data: DataConfig):
     """Some documents in a teacher's tokens, with its dense target over each and the batch of it."""
     teacher = load_teacher(TeacherConfig(model=name), CPU, "teacher", "teacher")
     text = TeacherText(teacher.tokenizer, teacher.positions)
-    pieces = [piece for piece, _ in zip(pieces_of(data, teacher.tokenizer), range(DOCUMENTS), strict=False)]
+    pieces = [piece for piece, _ in zip(examples_of(data, teacher.tokenizer), range(DOCUMENTS), strict=False)]
     found = []
     for example in text(pieces):
         batch = collate([[example]], pad_id=0)

@@ -9,16 +9,18 @@ from tiny_tokenizer import BOS, EOS, FIRST, ids, tiny_tokenizer
 
 from potstill.config import DataConfig, SourceConfig
 from potstill.data.encoding import Encoded, Encoder
-from potstill.data.examples import Piece, cut_text, json_key, piece_maker, text_key, uniform
+from potstill.data.examples import cut_text, example_maker, json_key, text_key, uniform
 from potstill.types import Example, PotstillError
 
 ALPHABET = "ab \n\té€🚀\u3000\r"
 
 
-def pieces(record: dict[str, Any], max_length: int = 64, piece_bytes: int | None = None, **source: Any) -> list[Piece]:
+def pieces(
+    record: dict[str, Any], max_length: int = 64, piece_bytes: int | None = None, **source: Any
+) -> list[Example]:
     config = SourceConfig(files="x", **source)
     data = DataConfig(sources=[config], max_length=max_length, piece_bytes=piece_bytes)
-    return list(piece_maker(data, config, "data.sources[0]", None)(record, "f.jsonl, line 7"))
+    return list(example_maker(data, config, "data.sources[0]", None)(record, "f.jsonl, line 7"))
 
 
 def encode(
@@ -123,7 +125,7 @@ def test_only_the_last_piece_of_a_text_ends_with_eos() -> None:
         assert first.example.ids.tolist() == [BOS, *ids("one")]
         assert second.example.ids.tolist() == [BOS, *ids(" two"), EOS]
         assert second.example.supervised.tolist() == [False] + [True] * 5
-        assert [first.piece.first, second.piece.first] == [True, False]
+        assert [first.raw.first, second.raw.first] == [True, False]
 
 
 def test_a_tokenizer_that_adds_eos_itself_gets_no_second_one() -> None:
@@ -223,15 +225,15 @@ def test_empty_records_are_dropped() -> None:
 def test_many_pieces_at_once_are_as_each_alone() -> None:
     encoder = Encoder(tiny_tokenizer(), max_length=8, append_eos=True)
     many = [
-        Piece("1", "<|im_start|>ab", spans=((12, 14),), template=True),
-        Piece("2", "abcdefghij"),
-        Piece("3", "", dropped=True),
-        Piece("4", "xy", spans=((1, 2),)),
+        Example("1", "<|im_start|>ab", spans=((12, 14),), messages=()),
+        Example("2", "abcdefghij"),
+        Example("3", ""),
+        Example("4", "xy", spans=((1, 2),)),
     ]
     together = encoder(many)
     alone = [encoder([piece])[0] for piece in many]
     for a, b in zip(together, alone, strict=True):
-        assert (a.piece, a.kept, a.length, a.cut) == (b.piece, b.kept, b.length, b.cut)
+        assert (a.kept, a.length, a.cut) == (b.kept, b.length, b.cut) and a.raw is b.raw
         if a.example is not None and b.example is not None:
             assert a.example.ids.tolist() == b.example.ids.tolist()
             assert a.example.supervised.tolist() == b.example.supervised.tolist()

@@ -13,14 +13,14 @@ from tokenizers import normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from potstill.config import DataConfig, StudentConfig
-from potstill.data import Encoder, Piece, StoppedWaiting
+from potstill.data import Encoder, StoppedWaiting
 from potstill.evals.fidelity import Sums, _binned, _expected_calibration_error, complete, evaluate, evaluation_batches
 from potstill.evals.reference import Reference, measured_against
 from potstill.models import load_student
 from potstill.teachers.live import LiveModel, live_teacher
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.teacher import Teacher
-from potstill.types import PotstillError
+from potstill.types import Example, PotstillError
 
 TEXT = "The state of the Union is strong — très forte 💪, as ever.\n" * 7
 
@@ -205,7 +205,7 @@ def test_every_byte_is_scored_whatever_a_tokenizer_leaves_out(max_length, specia
     for normalizer in (normalizers.NFC(), normalizers.NFKC(), normalizers.BertNormalizer()):
         tokenizer = lossy(normalizer, pre_tokenizers.BertPreTokenizer(), special=special)
         encode = Encoder(tokenizer, max_length=max_length, append_eos=True, evaluation=True)
-        (encoded,) = encode([Piece("key", text)])
+        (encoded,) = encode([Example("key", text)])
         windows = [window.example for window in (encoded, *encoded.further)]
         assert sum(example.supervised_bytes for example in windows) == len(text.encode())
         tokens = len(tokenizer(text, add_special_tokens=False).input_ids)

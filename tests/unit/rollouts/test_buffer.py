@@ -14,7 +14,7 @@ from potstill.config.recipe import load_recipe
 from potstill.data import Encoder
 from potstill.rollouts.buffer import Buffer, Layout, about, laid_out, load_saved
 from potstill.rollouts.engine import Completion
-from potstill.rollouts.prompt_batches import Drafts
+from potstill.rollouts.prompt_batches import PromptBatches
 from potstill.rollouts.prompts import Answers, Prompter
 from potstill.rollouts.sampling import rollout_seed
 from potstill.rollouts.transformers import TransformersEngine
@@ -52,7 +52,7 @@ class Made:
     seed: int = 0
     epochs: int | None = None
     state: Any = None
-    waiting: Any = ()
+    saved: Any = ()
     version: int = 0
     counts: Any = None
     records: int = 40
@@ -65,7 +65,7 @@ class Made:
             self.path.write_text("".join(rows))
         self.engine = Counting(self.rollouts, copies=self.rollouts.overlaps)
         self.buffer = Buffer(
-            self.drafts(None if self.state is None else self.state["draft"]),
+            self.prompts(None if self.state is None else self.state["prompts"]),
             {"student": self.engine},
             Answers(MODEL, self.encoder(), {}),
             self.rollouts,
@@ -73,19 +73,19 @@ class Made:
             seed=self.seed,
             version=self.version,
             counts=self.counts,
-            waiting=self.waiting,
+            saved=self.saved,
             taken=0 if self.state is None else self.state["taken"],
         )
 
     def encoder(self) -> Encoder:
         return Encoder(MODEL.tokenizer, max_length=48, append_eos=True)
 
-    def drafts(self, state=None) -> Drafts:
+    def prompts(self, state=None) -> PromptBatches:
         source = SourceConfig(files=str(self.path), prompt="q", completion="a")
         data = DataConfig(sources=[source], max_length=48, shuffle_buffer=8)
         groups = self.batch_size * self.rollouts.steps_per_generation // self.rollouts.num_generations
         prompter = Prompter(MODEL.tokenizer, most=40, prompt_tokens=8, kwargs={})
-        return Drafts(
+        return PromptBatches(
             data,
             self.rollouts,
             self.encoder(),
@@ -97,11 +97,12 @@ class Made:
             state=state,
         )
 
-    def windows(self, count: int, start: int = 0) -> list[Any]:
+    def steps(self, count: int, start: int = 0) -> list[Any]:
         found: list[Any] = []
         while len(found) < count:
-            found += next(self.buffer)
-            self.buffer.advance(start + len(found))
+            found.append(next(self.buffer))
+            if not self.buffer.waiting:
+                self.buffer.advance(start + len(found))
         return found[:count]
 
 
@@ -109,84 +110,84 @@ def rollouts(**keys: Any) -> RolloutsConfig:
     return RolloutsConfig(**({"on_policy_fraction": 1.0, "sampling": SamplingConfig(max_new_tokens=4)} | keys))
 
 
-def texts(windows) -> list[tuple[int, ...]]:
-    return [tuple(e.ids.tolist()) for window in windows for batch in window.batches for e in batch.examples]
+def texts(steps) -> list[tuple[int, ...]]:
+    return [tuple(e.ids.tolist()) for step in steps for batch in step.batches for e in batch.examples]
 
 
 def test_one_call_writes_all_texts_of_a_generation(tmp_path) -> None:
     made = Made(tmp_path / "x.jsonl", rollouts(num_generations=2, steps_per_generation=3, max_staleness=2))
-    windows = made.windows(6)
+    steps = made.steps(6)
     assert [len(call) for call in made.engine.calls] == [12, 12]
-    assert len(windows) == 6 and all(sum(len(b.examples) for b in w.batches) == 4 for w in windows)
+    assert len(steps) == 6 and all(sum(len(b.examples) for b in w.batches) == 4 for w in steps)
     for call, first in zip(made.engine.calls, (0, 6), strict=True):
         assert [seed for _, seed in call] == [rollout_seed(0, g, i) for g in range(first, first + 6) for i in range(2)]
         assert len({ids for ids, _ in call}) == 6  # unique prompts
     assert made.engine.updates == [3]  # the weights that write are those at the beginning of a generation
-    assert [w.facts["rollout_staleness"] for w in windows] == [0, 1, 2, 0, 1, 2]
-    versions = [{e.version for b in w.batches for e in b.examples} for w in windows]
+    assert [w.facts["rollout_staleness"] for w in steps] == [0, 1, 2, 0, 1, 2]
+    versions = [{e.version for b in w.batches for e in b.examples} for w in steps]
     assert versions == [{0}, {0}, {0}, {3}, {3}, {3}]
 
 
 def test_strictly_on_policy_every_step_writes_with_the_newest_weights(tmp_path) -> None:
     made = Made(tmp_path / "x.jsonl", rollouts())
-    made.windows(3)
+    made.steps(3)
     assert made.engine.updates == [1, 2] and [len(call) for call in made.engine.calls] == [4, 4, 4]
 
 
 def test_with_staleness_the_next_texts_are_written_one_step_ahead(tmp_path) -> None:
     made = Made(tmp_path / "x.jsonl", rollouts(max_staleness=1))
-    windows = made.windows(4)
-    assert [w.facts["rollout_staleness"] for w in windows] == [0, 1, 1, 1]
-    assert [next(iter(w.batches[0].examples)).version for w in windows] == [0, 0, 1, 2]
+    steps = made.steps(4)
+    assert [w.facts["rollout_staleness"] for w in steps] == [0, 1, 1, 1]
+    assert [next(iter(w.batches[0].examples)).version for w in steps] == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_who_answers_depends_on_seed_and_number_alone(tmp_path, share) -> None:
     made = Made(tmp_path / "x.jsonl", rollouts(on_policy_fraction=share, teacher_fraction=min(0.2, 1 - share)))
-    drafts = made.drafts()
-    kinds = [drafts.kind(n) for n in range(4000)]
+    batches = made.prompts()
+    kinds = [batches.kind(n) for n in range(4000)]
     shares = {kind: kinds.count(kind) / 4000 for kind in ("student", "teacher", "data")}
     assert shares["student"] == pytest.approx(share, abs=0.03)
     assert shares["teacher"] == pytest.approx(min(0.2, 1 - share), abs=0.03)
     other = Made(
         tmp_path / "x.jsonl", rollouts(on_policy_fraction=share, teacher_fraction=min(0.2, 1 - share)), batch_size=8
     )
-    others = other.drafts()
+    others = other.prompts()
     assert [others.kind(n) for n in range(200)] == kinds[:200]
 
 
 def test_a_group_of_the_data_set_is_that_many_of_its_examples(tmp_path) -> None:
     made = Made(tmp_path / "x.jsonl", rollouts(on_policy_fraction=0.5, num_generations=2), batch_size=8)
-    draft = next(made.drafts())
-    assert {g.kind for g in draft.groups} == {"student", "data"}
+    batch = next(made.prompts())
+    assert {g.kind for g in batch.groups} == {"student", "data"}
     seen = []
-    for group in draft.groups:
+    for group in batch.groups:
         if group.kind == "data":
             assert len(group.examples) == 2 and group.prompt is None
             seen += [example.text for example in group.examples]
         else:
             seen.append(group.prompt.text)
     assert len(seen) == len(set(seen))
-    (window,) = made.windows(1)
-    rows = [e for b in window.batches for e in b.examples]
+    (step,) = made.steps(1)
+    rows = [e for b in step.batches for e in b.examples]
     assert len(rows) == 8 and {e.writer for e in rows} == {"student", None}
-    assert window.counts["written_examples"] == sum(e.writer == "student" for e in rows)
+    assert step.counts["written_examples"] == sum(e.writer == "student" for e in rows)
 
 
-def test_drafts_go_on_from_any_of_them(tmp_path) -> None:
+def test_prompt_batches_go_on_from_any_of_them(tmp_path) -> None:
     made = Made(tmp_path / "x.jsonl", rollouts(on_policy_fraction=0.6, num_generations=2))
-    drafts = made.drafts()
-    first = [next(drafts) for _ in range(8)]
-    for i, draft in enumerate(first[:-1]):
-        again = made.drafts(draft.after)
+    batches = made.prompts()
+    first = [next(batches) for _ in range(8)]
+    for i, batch in enumerate(first[:-1]):
+        again = made.prompts(batch.after)
         for expected in first[i + 1 :]:
             found = next(again)
             assert [(g.number, g.kind) for g in found.groups] == [(g.number, g.kind) for g in expected.groups]
             for a, b in zip(found.groups, expected.groups, strict=True):
                 assert [e.key for e in a.examples] == [e.key for e in b.examples]
                 assert (a.prompt and a.prompt.text) == (b.prompt and b.prompt.text)
-        if draft.before is not None:
-            assert [g.number for g in next(made.drafts(draft.before)).groups] == [g.number for g in draft.groups]
+        if batch.before is not None:
+            assert [g.number for g in next(made.prompts(batch.before)).groups] == [g.number for g in batch.groups]
 
 
 @pytest.mark.parametrize("keys", [{}, {"steps_per_generation": 3, "max_staleness": 2}, {"max_staleness": 1}], ids=str)
@@ -194,17 +195,17 @@ def test_drafts_go_on_from_any_of_them(tmp_path) -> None:
 def test_what_was_written_is_in_a_checkpoint_and_no_text_is_lost_or_used_twice(tmp_path, keys, stop) -> None:
     """The weights do not change here, so what an engine writes is known: what matters is which texts are used."""
     mix = rollouts(on_policy_fraction=0.7, num_generations=2, **keys)
-    whole = Made(tmp_path / "x.jsonl", mix).windows(8)
+    whole = Made(tmp_path / "x.jsonl", mix).steps(8)
     first = Made(tmp_path / "x.jsonl", mix)
-    before = first.windows(stop)
+    before = first.steps(stop)
     first.buffer.save(tmp_path, before[-1].state)
     waiting = load_saved(tmp_path)
     first.buffer.close()
     expected_waiting = 1 if keys.get("max_staleness") == 1 or (keys and stop % 3) else 0
     assert len(waiting) == expected_waiting
     last = before[-1]
-    second = Made(tmp_path / "x.jsonl", mix, state=last.state, waiting=waiting, version=stop, counts=last.counts)
-    after = second.windows(8 - stop, stop)
+    second = Made(tmp_path / "x.jsonl", mix, state=last.state, saved=waiting, version=stop, counts=last.counts)
+    after = second.steps(8 - stop, stop)
     assert texts(before) + texts(after) == texts(whole)
     assert [w.counts for w in after] == [w.counts for w in whole[stop:]]
     assert [w.facts.get("rollout_staleness") for w in after] == [w.facts.get("rollout_staleness") for w in whole[stop:]]
@@ -215,21 +216,21 @@ def test_what_was_written_is_in_a_checkpoint_and_no_text_is_lost_or_used_twice(t
 
 def test_the_last_generation_of_the_epochs_may_be_smaller(tmp_path) -> None:
     made = Made(tmp_path / "x.jsonl", rollouts(), epochs=1, records=10)
-    windows = [window for generation in made.buffer for window in generation]
-    assert [sum(len(b.examples) for b in w.batches) for w in windows] == [4, 4, 2]
-    prompts = [e.text.split(" is ")[0] for w in windows for b in w.batches for e in b.examples]
+    steps = list(made.buffer)
+    assert [sum(len(b.examples) for b in w.batches) for w in steps] == [4, 4, 2]
+    prompts = [e.text.split(" is ")[0] for w in steps for b in w.batches for e in b.examples]
     assert sorted(prompts) == sorted(f"Question {i}" for i in range(10))
 
 
 def test_micro_batches_are_of_like_lengths_and_no_wider_than_their_longest(tmp_path) -> None:
     made = Made(tmp_path / "x.jsonl", rollouts(on_policy_fraction=0.5), batch_size=8, micro=3)
-    (window,) = made.windows(1)
-    lengths = [[len(e.ids) for e in b.examples] for b in window.batches]
+    (step,) = made.steps(1)
+    lengths = [[len(e.ids) for e in b.examples] for b in step.batches]
     flat = [n for some in lengths for n in some]
     assert [sorted(some) for some in lengths] == [sorted(sorted(flat, reverse=True)[i : i + 3]) for i in range(0, 8, 3)]
-    for batch, some in zip(window.batches, lengths, strict=True):
+    for batch, some in zip(step.batches, lengths, strict=True):
         assert batch.input_ids.shape[1] == max(some)
-    alone = laid_out([e for b in window.batches for e in b.examples], Layout(8, 8, 0, packing=False))
+    alone = laid_out([e for b in step.batches for e in b.examples], Layout(8, 8, 0, packing=False))
     assert alone[0].input_ids.shape == (8, max(flat)) and not alone[0].packed
 
 
@@ -359,16 +360,16 @@ def test_what_would_teach_nothing_or_something_else_is_refused(policy_keys, sect
 
 def test_texts_that_were_written_for_other_prompts_are_not_used(tmp_path) -> None:
     first = Made(tmp_path / "x.jsonl", rollouts(max_staleness=1))
-    before = first.windows(2)
+    before = first.steps(2)
     first.buffer.save(tmp_path, before[-1].state)
     first.buffer.close()
     (saved,) = load_saved(tmp_path)
-    changed = Made(tmp_path / "x.jsonl", rollouts(max_staleness=1), state=before[-1].state, waiting=[saved], version=2)
+    changed = Made(tmp_path / "x.jsonl", rollouts(max_staleness=1), state=before[-1].state, saved=[saved], version=2)
     changed.engine.calls.clear()
-    same = changed.windows(1)
+    same = changed.steps(1)
     assert len(changed.engine.calls) == 1  # the one after it, ahead
-    other = Made(tmp_path / "y.jsonl", rollouts(max_staleness=1), records=39, version=2, waiting=[saved])
-    assert texts(other.windows(1)) != texts(same) and len(other.engine.calls) == 2
+    other = Made(tmp_path / "y.jsonl", rollouts(max_staleness=1), records=39, version=2, saved=[saved])
+    assert texts(other.steps(1)) != texts(same) and len(other.engine.calls) == 2
 
 
 def test_an_engine_that_fails_ahead_does_not_take_the_checkpoint_with_it(tmp_path) -> None:
@@ -381,8 +382,8 @@ def test_an_engine_that_fails_ahead_does_not_take_the_checkpoint_with_it(tmp_pat
     made = Made(tmp_path / "x.jsonl", rollouts(max_staleness=1))
     broken = Failing(made.rollouts, copies=True)
     made.buffer._writers = {"student": broken}
-    windows = made.windows(2)
-    made.buffer.save(tmp_path, windows[-1].state)
+    steps = made.steps(2)
+    made.buffer.save(tmp_path, steps[-1].state)
     assert load_saved(tmp_path) == []
     with pytest.raises(PotstillError, match="the engine broke"):
         next(made.buffer)
@@ -392,8 +393,7 @@ def test_a_file_of_empty_prompts_is_told_of_after_two_passes(tmp_path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text('{"q": "", "a": "x"}\n' * 5)
     made = Made(path, rollouts())
-    made.buffer._drafts = iter(made.drafts())
-    kinds = made.drafts()
+    kinds = made.prompts()
     kinds._prompters["student"] = lambda piece: None
     with pytest.raises(PotstillError, match="in all of 11 records there was nothing to go on from"):
         next(kinds)

@@ -6,7 +6,7 @@ import numpy as np
 from tiny import tiny
 
 from potstill.config import DataConfig, SourceConfig
-from potstill.data import Encoder, collate, piece_maker
+from potstill.data import Encoder, collate, example_maker
 from potstill.models import load_tokenizer
 from potstill.rollouts.engine import Completion
 from potstill.rollouts.prompts import Answers, Prompter, stop_ids
@@ -25,7 +25,7 @@ CHAT = [
 def pieces(record, tokenizer=TOKENIZER, **columns):
     source = SourceConfig(files="x", **columns)
     data = DataConfig(sources=[source], max_length=64)
-    return list(piece_maker(data, source, "data.sources[0]", tokenizer)(record, "x:1"))
+    return list(example_maker(data, source, "data.sources[0]", tokenizer)(record, "x:1"))
 
 
 def prompter(tokenizer=TOKENIZER, most=48, prompt_tokens=6) -> Prompter:
@@ -83,7 +83,7 @@ def test_a_chat_is_answered_at_its_last_assistant_turn() -> None:
     assert prompt.text == expected and prompt.messages == CHAT[:3]
     assert prompt.ids.tolist() == TOKENIZER(expected, add_special_tokens=False).input_ids
     (open_one,) = pieces({"m": CHAT[:1]}, messages="m")  # nothing to learn from, but something to answer
-    assert open_one.dropped
+    assert open_one.text == ""
     assert prompter()(open_one).text == TOKENIZER.apply_chat_template(
         CHAT[:1], tokenize=False, add_generation_prompt=True
     )

@@ -10,10 +10,11 @@ from taught import answers, cross_teacher
 from tiny import CPU, LLAMA, batch_of, tiny
 
 from potstill.config import CrossTokenizerConfig, StudentConfig
-from potstill.data import Encoder, Piece
+from potstill.data import Encoder
 from potstill.models import load_student, shared_ids
 from potstill.teachers.live import live_teacher
 from potstill.training.student import LossSettings, StudentLoss
+from potstill.types import Example
 
 KNOBS = LossSettings("forward_kl", 0.5, 0.1, 1.0, 0.8, 0.3)
 TEXTS = ["The people of the United States.", "Peace, commerce – naïve façades\n", "2,024 treaties; 日本 and 🙂", "a"]
@@ -21,7 +22,7 @@ TEXTS = ["The people of the United States.", "Peace, commerce – naïve façade
 
 def documents(tokenizer, last=True):
     encode = Encoder(tokenizer, max_length=96, append_eos=True)
-    pieces = [Piece(f"{i:032x}", text, last=last) for i, text in enumerate(TEXTS)]
+    pieces = [Example(f"{i:032x}", text, last=last) for i, text in enumerate(TEXTS)]
     return [encoded.example for encoded in encode(pieces) if encoded.example is not None]
 
 

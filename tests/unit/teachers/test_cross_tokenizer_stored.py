@@ -16,7 +16,7 @@ from tiny_models import make_model, write_jsonl
 import potstill
 from potstill.cache.build import build
 from potstill.config import CrossTokenizerConfig, DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
-from potstill.data import Encoder, Piece
+from potstill.data import Encoder
 from potstill.losses import DIVERGENCES
 from potstill.models import LanguageModel, load_student, load_teacher
 from potstill.teachers.live import LiveModel
@@ -24,7 +24,7 @@ from potstill.teachers.open import open_teachers
 from potstill.teachers.stored import StoredSignal
 from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks
 from potstill.training.logging import TextWarnings
-from potstill.types import PotstillError
+from potstill.types import Example, PotstillError
 
 PIECES = "shipped:tokenizers/pieces-1k"
 METHODS = ("prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld")
@@ -273,9 +273,9 @@ def test_texts_that_differ_are_an_error_and_little_coverage_a_warning(student, t
     encode = Encoder(student.tokenizer, max_length=200, append_eos=True)
     theirs = Encoder(teacher.tokenizer, max_length=200, append_eos=True)
     text = "The people keep the peace, and the treasury pays for all of it in time."
-    (ours,) = [e.example for e in encode([Piece("0" * 32, text)])]
-    (same,) = [e.example for e in theirs([Piece("0" * 32, text)])]
-    (other,) = [e.example for e in theirs([Piece("0" * 32, "0123456789" * 7)])]
+    (ours,) = [e.example for e in encode([Example("0" * 32, text)])]
+    (same,) = [e.example for e in theirs([Example("0" * 32, text)])]
+    (other,) = [e.example for e in theirs([Example("0" * 32, "0123456789" * 7)])]
     assert aligned_chunks(pair, batch_of(ours), [same]).counts["bytes_in_chunks"] == len(text)
     object.__setattr__(other, "text", text)
     with pytest.raises(

@@ -10,7 +10,7 @@ from tiny_spelling import naive_probabilities, random_spelling
 
 from potstill.cache.reading import TeacherText
 from potstill.config import CrossTokenizerConfig, StudentConfig
-from potstill.data import Encoder, Piece
+from potstill.data import Encoder
 from potstill.losses import DIVERGENCES, DenseTarget, fused_linear_kd
 from potstill.losses import dense as dense_module
 from potstill.losses.dense import target_logits
@@ -18,6 +18,7 @@ from potstill.models import load_student
 from potstill.teachers.prefix_marginal import PrefixMarginalView
 from potstill.teachers.tokenizer_pair import TokenizerPair
 from potstill.training.student import StudentLoss
+from potstill.types import Example
 
 TEXTS = [
     "The people of the United States.",
@@ -75,7 +76,7 @@ def test_from_text_byte_by_byte(student_tokenizer, teacher_tokenizer):
     aligned = cross_teacher(student, teacher, CrossTokenizerConfig(method="prefix_marginal"))
     pair = aligned.view.pair
     encode = Encoder(student.tokenizer, max_length=100, append_eos=True)
-    documents = [e.example for e in encode([Piece(f"{i:032x}", text) for i, text in enumerate(TEXTS)])]
+    documents = [e.example for e in encode([Example(f"{i:032x}", text) for i, text in enumerate(TEXTS)])]
     batch = batch_of(documents[:2], *documents[2:])
     made = aligned.prepare(batch)
     found = target_logits(aligned.targets(batch, made), slice(None)).softmax(-1)
@@ -161,8 +162,8 @@ def test_rows_in_no_chunk_say_nothing():
     teacher = tiny(1)
     pair = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig(method="prefix_marginal"))
     encode = Encoder(student.tokenizer, max_length=100, append_eos=True)
-    (example,) = [e.example for e in encode([Piece("0" * 32, "The people, and the peace of the nations.")])]
-    (other,) = [e.example for e in encode([Piece("0" * 32, "The people, or  the peace of the nations.")])]
+    (example,) = [e.example for e in encode([Example("0" * 32, "The people, and the peace of the nations.")])]
+    (other,) = [e.example for e in encode([Example("0" * 32, "The people, or  the peace of the nations.")])]
     object.__setattr__(other, "text", example.text)
     found = PrefixMarginalView(pair).plan(batch_of(example), [other])
     assert found.known is not None and 0 < (~found.known).sum() < 5 and (found.answer[1:] >= found.answer[:-1]).all()
@@ -188,7 +189,7 @@ def test_statistics_compare_with_the_spelled_teacher():
     )
     aligned = cross_teacher(student, teacher, CrossTokenizerConfig())
     encode = Encoder(student.tokenizer, max_length=100, append_eos=True)
-    batch = batch_of(*(e.example for e in encode([Piece(f"{i:032x}", text) for i, text in enumerate(TEXTS)])))
+    batch = batch_of(*(e.example for e in encode([Example(f"{i:032x}", text) for i, text in enumerate(TEXTS)])))
     target = aligned.targets(batch, aligned.prepare(batch))
     _, sums = StudentLoss(student)(batch, [(1.0, target)], 1.0, KD, stat_rows=1000)
     assert sums["stat_rows"] == len(batch.rows)
@@ -204,7 +205,7 @@ def test_few_entries_say_what_the_whole_does(k):
     )
     pair = TokenizerPair(student.tokenizer, teacher.tokenizer, CrossTokenizerConfig())
     encode, read = Encoder(student.tokenizer, max_length=100, append_eos=True), TeacherText(teacher.tokenizer, None)
-    pieces = [Piece(f"{i:032x}", text) for i, text in enumerate(TEXTS)]
+    pieces = [Example(f"{i:032x}", text) for i, text in enumerate(TEXTS)]
     batch = batch_of(*(e.example for e in encode(pieces)))
     found = PrefixMarginalView(pair).plan(batch, read(pieces))
     logits = 3 * torch.randn(len(found.token), len(teacher.tokenizer), generator=torch.Generator().manual_seed(0))

@@ -26,7 +26,7 @@ from potstill.cache.origin import LiveOrigin, identity_of_model
 from potstill.cache.scored import read_hidden, read_sampled, read_tail_samples, read_top_k
 from potstill.cache.store import Cache
 from potstill.config import DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
-from potstill.data import StepBatches, without
+from potstill.data import Feed, StepBatches, without
 from potstill.losses import DIVERGENCES, DenseTarget, TopKTarget, fused_linear_kd
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_student, load_teacher, shared_ids
@@ -34,7 +34,7 @@ from potstill.serving.batching import Scorer
 from potstill.serving.server import ServeOptions, Service, application
 from potstill.teachers.combine import compute_targets
 from potstill.teachers.live import LiveModel, live_teacher
-from potstill.teachers.open import open_teachers, prepared
+from potstill.teachers.open import open_teachers
 from potstill.teachers.remote import StudentTopK, open_server
 from potstill.teachers.stored import StoredSignal
 from potstill.teachers.teacher import Teacher
@@ -411,8 +411,10 @@ def test_micro_batches_of_a_step_are_asked_for_at_once(honest, student, data, tm
     with Threaded(together) as server:
         config = TeacherConfig.model_validate({"server": server.address, "remote": remote, **keys})
         (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
-        windows = StepBatches(data, student.tokenizer, batch_size=4, micro_batch_size=1, seed=0, epochs=1)
-        first = next(iter(prepared(windows, [found])))
+        steps = StepBatches(data, student.tokenizer, batch_size=4, micro_batch_size=1, seed=0, epochs=1)
+        with Feed(steps, [found]) as feed:
+            first = next(feed)
+            list(first.ready)
         assert len(first.ready) == 4 and all(made[0].plan is not None for made in first.ready)
         assert together.most == 4
         found.close()

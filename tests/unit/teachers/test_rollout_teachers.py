@@ -13,7 +13,7 @@ from taught import answers, data_of, relative, step, write_files
 from tiny import CPU, LLAMA, tiny
 from transformers import AutoTokenizer
 
-from potstill.cache.reading import pieces_of
+from potstill.cache.reading import examples_of
 from potstill.config import DataConfig, LossConfig, SamplingConfig, StudentConfig, TeacherConfig
 from potstill.data import Encoder
 from potstill.models import LanguageModel, load_student
@@ -50,7 +50,7 @@ def other() -> LanguageModel:
 def rollouts(student: LanguageModel, data: DataConfig):
     """Batches of texts that it wrote to prompts of all kinds; most of them no tokenizer would cut like that."""
     prompter = Prompter(student.tokenizer, most=80, prompt_tokens=6, kwargs={})
-    prompts = [p for piece in pieces_of(data, student.tokenizer) if (p := prompter(piece)) is not None][::2]
+    prompts = [p for piece in examples_of(data, student.tokenizer) if (p := prompter(piece)) is not None][::2]
     engine = TransformersEngine(student, SamplingConfig(max_new_tokens=16), stop_ids=stop_ids(student, True))
     written = engine.generate([GenerationRequest(prompt.ids, i) for i, prompt in enumerate(prompts)])
     made = Answers(student, Encoder(student.tokenizer, max_length=96, append_eos=True), {})

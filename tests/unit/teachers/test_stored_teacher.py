@@ -10,7 +10,6 @@ import shutil
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,16 @@ from potstill.cache.build import CacheWriter, build
 from potstill.cache.codec import read_sampled, read_top_k
 from potstill.cache.origin import format_of
 from potstill.cache.reader import CacheReader, load_head
-from potstill.cache.reading import pieces_of, weights_fingerprint
+from potstill.cache.reading import examples_of, weights_fingerprint
 from potstill.cache.store import Cache, Writer
 from potstill.cache.verify import coverage, verify
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
-from potstill.data import StepBatches, collate
+from potstill.data import Feed, StepBatches, collate
+from potstill.data.loader import without_missing
 from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_teacher, shared_ids
 from potstill.teachers.live import LiveModel, live_teacher
-from potstill.teachers.open import as_teachers_need, open_teachers, prepared
+from potstill.teachers.open import as_teachers_need, open_teachers
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.stored import StoredSignal
 from potstill.teachers.teacher import Teacher
@@ -443,12 +443,14 @@ def test_what_the_message_says_to_run_works_for_a_shorter_max_length_too(partial
 def test_missing_documents_that_are_skipped_are_as_if_they_were_not_there(partial, student, data, files):
     """Counted; and the step's loss and gradient are those of the texts alone, divided by their tokens."""
     found = opened(partial, student, data, "skip")
-    (window,) = islice(StepBatches(data, student.tokenizer, batch_size=30, micro_batch_size=3, seed=0, epochs=1), 1)
-    (ready,) = prepared([window], [found])
-    kept = ready.window.batches
-    assert ready.window.counts["skipped_examples"] == ready.window.state["counts"]["skipped_examples"] == 10
-    assert ready.window.counts["supervised_tokens"] == sum(batch.supervised_tokens for batch in kept)
-    targets = [found.targets(batch, made) for batch, (made,) in zip(kept, ready.ready, strict=True)]
+    steps = StepBatches(data, student.tokenizer, batch_size=30, micro_batch_size=3, seed=0, epochs=1)
+    with Feed(steps, [found]) as feed:
+        ready = next(feed)
+        made_ready = list(ready.ready)
+    kept = ready.step.batches
+    assert ready.step.counts["skipped_examples"] == ready.step.state["counts"]["skipped_examples"] == 10
+    assert ready.step.counts["supervised_tokens"] == sum(batch.supervised_tokens for batch in kept)
+    targets = [found.targets(batch, made) for batch, (made,) in zip(kept, made_ready, strict=True)]
     loss, gradients = step(student, kept, targets)
 
     texts = batches_of(data_of(files, "text"), student)
@@ -465,7 +467,7 @@ def test_windows_of_which_nothing_is_left_are_passed_over_and_not_for_ever(parti
         data_of(files, "pairs"), student.tokenizer, batch_size=2, micro_batch_size=2, seed=0, epochs=None
     )  # without end
     with pytest.raises(PotstillError, match="on_missing is skip, and the cache has none of the documents"):
-        list(prepared(pairs, [found]))
+        list(without_missing(pairs, [found], {}))
     mixed = StepBatches(
         data_of(files, "text", "pairs", packing=False),
         student.tokenizer,
@@ -474,7 +476,7 @@ def test_windows_of_which_nothing_is_left_are_passed_over_and_not_for_ever(parti
         seed=0,
         epochs=1,
     )
-    left = list(prepared(mixed, [opened(partial, student, data_of(files), "skip")]))
+    left = list(without_missing(mixed, [opened(partial, student, data_of(files), "skip")], {}))
     assert 0 < len(left) == coverage(Cache(partial), data_of(files, "text"), student.tokenizer).documents
 
 
@@ -946,7 +948,7 @@ def test_verify_finds_documents_that_are_not_what_the_teacher_says(teacher, file
     """One of them, with every checksum right: as a teacher that was changed while it was run would write it."""
     data, store = data_of(files, "text"), StoreConfig(kind=kind, k=16)
     folder = tmp_path / "cache"
-    known = next(pieces_of(data, teacher.tokenizer)).key
+    known = next(examples_of(data, teacher.tokenizer)).key
     add = CacheWriter._add
 
     def other(self, examples, signal_rows):

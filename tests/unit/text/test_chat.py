@@ -14,7 +14,7 @@ from tiny_tokenizer import CHATML, ids, tiny_tokenizer
 
 from potstill.config import DataConfig, SourceConfig
 from potstill.data.encoding import Encoder
-from potstill.data.examples import json_key, piece_maker
+from potstill.data.examples import example_maker, json_key
 from potstill.text.chat import ChatRenderer, read_messages, read_tools, without_thinking
 from potstill.types import Example, PotstillError
 
@@ -76,7 +76,7 @@ def examples(template: str, messages: list[dict[str, Any]], tools: Any = None, *
     source = SourceConfig(files="x", messages="chat", tools="tools" if tools else None, chat_template_kwargs=kwargs)
     data = DataConfig(sources=[source], max_length=4096)
     tokenizer = tiny_tokenizer(chat_template=template)
-    make = piece_maker(data, source, "data.sources[0]", tokenizer)
+    make = example_maker(data, source, "data.sources[0]", tokenizer)
     pieces = list(make({"chat": messages, "tools": tools}, "chats.jsonl, line 1"))
     encoded = Encoder(tokenizer, max_length=4096, append_eos=True)(pieces)
     return [e.example for e in encoded if e.example is not None]

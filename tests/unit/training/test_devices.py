@@ -16,17 +16,17 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from potstill.config import Recipe
-from potstill.data import StepBatch
+from potstill.data import PreparedStep
 from potstill.losses import fused_linear_kd
 from potstill.models import LanguageModel
 from potstill.teachers.live import live_teacher
-from potstill.teachers.open import Prepared
 from potstill.training import step
 from potstill.training.metrics import Stopwatch
 from potstill.training.optimizer import make_optimizers
 from potstill.training.run import Run
 from potstill.training.setup import Parts
 from potstill.training.student import StudentLoss
+from potstill.types import StepBatch
 
 # Operators that make the host wait: they read a value, or their output's shape depends on one.
 WAITS = {
@@ -56,7 +56,7 @@ class CountWaits(TorchDispatchMode):
 
 
 def ready(parts, steps):
-    return Prepared(steps, [[teacher.prepare(batch) for teacher in parts.teachers] for batch in steps.batches])
+    return PreparedStep(steps, [[teacher.prepare(batch) for teacher in parts.teachers] for batch in steps.batches])
 
 
 OWN = {"divergence": "policy_gradient_kl", "discount": 0.9, "ce_weight": 0.5}

@@ -17,9 +17,9 @@ import torch
 from tiny_tokenizer import BOS, CHATML, EOS, ids, tiny_tokenizer
 
 from potstill.config import DataConfig
-from potstill.data import Prefetched, StepBatch, StepBatches, collate, count_windows, prefetch
+from potstill.data import Prefetched, StepBatches, collate, prefetch
 from potstill.data.layout import pack
-from potstill.types import Batch, Example, PotstillError
+from potstill.types import Batch, Example, PotstillError, StepBatch
 
 THINKING = CHATML.replace("m.content", "(m.content if loop.last else m.content.split('|')[-1])")
 
@@ -31,18 +31,18 @@ def example(text: str, supervised: str | None = None) -> Example:
     return Example(key=text, text=text, ids=all_ids, supervised=mask, supervised_bytes=0)
 
 
-def windows(data: DataConfig, **kwargs: Any) -> StepBatches:
+def steps(data: DataConfig, **kwargs: Any) -> StepBatches:
     tokenizer = kwargs.pop("tokenizer", None) or tiny_tokenizer(chat_template=THINKING)
     settings = {"batch_size": 4, "micro_batch_size": 4, "seed": 0, "epochs": 1} | kwargs
     return StepBatches(data, tokenizer, **settings)
 
 
-def texts(window: StepBatch) -> list[str]:
-    return [e.text for batch in window.batches for e in batch.examples]
+def texts(step: StepBatch) -> list[str]:
+    return [e.text for batch in step.batches for e in batch.examples]
 
 
 def all_texts(found: list[StepBatch]) -> list[str]:
-    return [text for window in found for text in texts(window)]
+    return [text for step in found for text in texts(step)]
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -94,8 +94,8 @@ def test_one_document_a_row_is_not_packed_and_the_last_of_a_row_predicts_nothing
 def test_pad_equal_to_eos_is_padding_and_the_real_eos_is_supervised(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "d"}])
     data = DataConfig(sources=[{"files": path}], max_length=8, packing=False, shuffle=False)
-    (window,) = windows(data, tokenizer=tiny_tokenizer(pad="<|eos|>"), batch_size=2, micro_batch_size=2)
-    (batch,) = window.batches
+    (step,) = steps(data, tokenizer=tiny_tokenizer(pad="<|eos|>"), batch_size=2, micro_batch_size=2)
+    (batch,) = step.batches
     assert batch.input_ids.tolist() == [[BOS, *ids("abc"), EOS], [BOS, *ids("d"), EOS, EOS, EOS]]
     assert batch.document.tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
     assert batch.rows.labels.tolist() == [*ids("abc"), EOS, *ids("d"), EOS]
@@ -117,7 +117,7 @@ def test_packed_rows_hold_every_document_once_and_are_nearly_full(tmp_path: Path
     records = documents(500)
     path = write_jsonl(tmp_path / "a.jsonl", records)
     data = DataConfig(sources=[{"files": path}], max_length=64)
-    found = list(windows(data))
+    found = list(steps(data))
     assert sorted(all_texts(found)) == sorted(r["text"] for r in records)
     assert all(w.batches[0].input_ids.shape[0] == 4 for w in found[:-1])
     assert all(w.batches[0].input_ids.shape[1] <= 64 for w in found)
@@ -128,17 +128,17 @@ def test_packed_rows_hold_every_document_once_and_are_nearly_full(tmp_path: Path
     assert counts["padding_tokens"] == sum(w.batches[0].input_ids.numel() for w in found) - tokens
     assert counts["padding_tokens"] < 0.03 * tokens
     # A token is predicted from its own document: the label follows its student position in the same one.
-    for window in found:
-        (batch,) = window.batches
+    for step in found:
+        (batch,) = step.batches
         flat, document = batch.input_ids.flatten(), batch.document.flatten()
         assert torch.equal(flat[batch.rows.student + 1], batch.rows.labels)
         assert torch.equal(document[batch.rows.student + 1], document[batch.rows.student])
 
 
-def test_padded_windows_hold_alike_lengths(tmp_path: Path) -> None:
+def test_padded_steps_hold_alike_lengths(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", documents(130))
     data = DataConfig(sources=[{"files": path}], max_length=64, packing=False)
-    found = list(windows(data))
+    found = list(steps(data))
     assert sorted(all_texts(found)) == sorted(r["text"] for r in documents(130))
     assert [len(texts(w)) for w in found] == [4] * 32 + [2]
     assert found[-1].counts["padding_tokens"] < 0.1 * found[-1].counts["tokens"]
@@ -147,12 +147,12 @@ def test_padded_windows_hold_alike_lengths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_micro_batches_only_divide_a_window(tmp_path: Path, packing: bool) -> None:
+def test_micro_batches_only_divide_a_step(tmp_path: Path, packing: bool) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", documents(90))
     data = DataConfig(sources=[{"files": path}], max_length=32, packing=packing)
     rows: dict[int, list[list[list[int]]]] = {}
     for micro in (8, 4, 1):
-        found = list(windows(data, batch_size=8, micro_batch_size=micro))
+        found = list(steps(data, batch_size=8, micro_batch_size=micro))
         assert all(b.input_ids.shape[0] == micro for w in found[:-1] for b in w.batches)
         rows[micro] = [
             [
@@ -178,18 +178,18 @@ def test_epochs_cover_every_example_once_each(tmp_path: Path, packing: bool, shu
         shuffle_buffer=10,
     )
     expected = Counter(r["text"] for r in documents(36, "a") + documents(11, "b"))
-    one, three = list(windows(data)), list(windows(data, epochs=3))
+    one, three = list(steps(data)), list(steps(data, epochs=3))
     assert Counter(all_texts(one)) == expected
     assert Counter(all_texts(three)) == Counter({text: 3 for text in expected})
     assert [w.epoch for w in three] == sorted(w.epoch for w in three)
     assert {w.epoch for w in three} == {0, 1, 2}
-    # Epochs meet in one window only.
+    # Epochs meet in one step only.
     border = next(i for i, w in enumerate(three) if w.epoch == 1)
     assert set(all_texts(three[: border + 1])) == set(expected)
     assert max(Counter(all_texts(three[:border])).values()) == 1
-    assert count_windows(data, tiny_tokenizer(), batch_size=4, seed=0, epochs=3) == len(three)
+    assert steps(data, epochs=3).count() == len(three)
     seen: list[int] = []
-    count = count_windows(data, tiny_tokenizer(), batch_size=4, seed=0, epochs=1, progress=seen.append)
+    count = steps(data).count(seen.append)
     assert count == len(one) == seen[-1]
 
 
@@ -201,26 +201,26 @@ def test_the_same_chats_through_two_templates_are_counted_each(tmp_path: Path) -
     longer = source | {"chat_template_kwargs": {"mood": "x" * 60}}
     data = DataConfig(sources=[source, longer], max_length=200, shuffle=False)
     tokenizer = tiny_tokenizer(chat_template="{{ mood | default('') }}" + CHATML)
-    found = list(windows(data, tokenizer=tokenizer, batch_size=2))
-    assert count_windows(data, tokenizer, batch_size=2, seed=0, epochs=1) == len(found)
+    found = list(steps(data, tokenizer=tokenizer, batch_size=2))
+    assert steps(data, tokenizer=tokenizer, batch_size=2).count() == len(found)
 
 
 def test_without_shuffling_documents_come_in_order(tmp_path: Path) -> None:
     records = [{"text": f"{i:06}"} for i in range(100)]
     data = DataConfig(sources=[{"files": write_jsonl(tmp_path / "a.jsonl", records)}], max_length=8, shuffle=False)
-    assert all_texts(list(windows(data))) == [r["text"] for r in records]
+    assert all_texts(list(steps(data))) == [r["text"] for r in records]
     padded = data.model_copy(update={"packing": False})
-    assert all_texts(list(windows(padded))) == [r["text"] for r in records]
+    assert all_texts(list(steps(padded))) == [r["text"] for r in records]
 
 
 def test_shuffling_depends_on_the_seed_and_the_epoch(tmp_path: Path) -> None:
     data = DataConfig(
         sources=[{"files": write_jsonl(tmp_path / "a.jsonl", documents(64))}], max_length=24, packing=False
     )
-    first = all_texts(list(windows(data)))
-    assert first == all_texts(list(windows(data)))
-    assert first != all_texts(list(windows(data, seed=1)))
-    both = all_texts(list(windows(data, epochs=2)))
+    first = all_texts(list(steps(data)))
+    assert first == all_texts(list(steps(data)))
+    assert first != all_texts(list(steps(data, seed=1)))
+    both = all_texts(list(steps(data, epochs=2)))
     assert both[:64] != both[64:]
 
 
@@ -230,7 +230,7 @@ def test_a_mixture_draws_by_weight_and_goes_round(tmp_path: Path) -> None:
         {"files": write_jsonl(tmp_path / "b.jsonl", documents(7, "b")), "weight": 1},
     ]
     data = DataConfig(sources=sources, max_length=24, packing=False, shuffle_buffer=64)
-    found = list(islice(windows(data, epochs=None), 1000))
+    found = list(islice(steps(data, epochs=None), 1000))
     names = Counter(text[0] for text in all_texts(found))
     assert names.total() == 4000
     assert abs(names["a"] / 4000 - 0.75) < 0.02
@@ -238,14 +238,14 @@ def test_a_mixture_draws_by_weight_and_goes_round(tmp_path: Path) -> None:
     of_b = [each[r["text"]] for r in documents(7, "b")]
     assert max(of_b) - min(of_b) <= 13  # whole rounds, but for what waits in a group
     with pytest.raises(PotstillError, match=r"data.sources: weights have no meaning when every source is read whole"):
-        windows(data, epochs=1)
+        steps(data, epochs=1)
 
 
 def test_without_epochs_it_goes_round(tmp_path: Path) -> None:
     data = DataConfig(
         sources=[{"files": write_jsonl(tmp_path / "a.jsonl", documents(6))}], max_length=24, packing=False
     )
-    found = list(islice(windows(data, epochs=None), 30))
+    found = list(islice(steps(data, epochs=None), 30))
     assert all(len(texts(w)) == 4 for w in found)
     assert set(Counter(all_texts(found)).values()) == {20}
 
@@ -254,9 +254,9 @@ def test_without_epochs_it_goes_round(tmp_path: Path) -> None:
 def test_a_limit_takes_the_first_examples(tmp_path: Path, packing: bool) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", documents(100))
     data = DataConfig(sources=[{"files": path}], max_length=24, packing=packing, shuffle=False)
-    found = list(windows(data, limit=21))
+    found = list(steps(data, limit=21))
     assert sorted(all_texts(found)) == sorted(r["text"] for r in documents(21))
-    assert list(windows(data, limit=21, state=found[-1].state)) == []
+    assert list(steps(data, limit=21, state=found[-1].state)) == []
 
 
 def make_sources(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -306,8 +306,8 @@ def make_sources(folder: Path, kind: str) -> list[dict[str, Any]]:
 def test_every_state_goes_on_exactly_as_the_undisturbed_run(
     tmp_path: Path, kind: str, packing: bool, shuffle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("potstill.data.pipeline.GROUP_WINDOWS", 3)
-    monkeypatch.setattr("potstill.data.pipeline.PIECES_AT_ONCE", 5)
+    monkeypatch.setattr("potstill.data.loader.GROUP_STEPS", 3)
+    monkeypatch.setattr("potstill.data.loader.TOKENIZED_AT_ONCE", 5)
     max_length = 110 if kind == "chat" else 32
     data = DataConfig(
         sources=make_sources(tmp_path, kind),
@@ -319,11 +319,11 @@ def test_every_state_goes_on_exactly_as_the_undisturbed_run(
     )
     settings: dict[str, Any] = {"batch_size": 3, "micro_batch_size": 2, "seed": 5}
     settings["epochs"] = None if kind == "mixture" else 3
-    whole = list(islice(windows(data, **settings), 60))
+    whole = list(islice(steps(data, **settings), 60))
     assert len(whole) >= 8
     for i in range(0, len(whole), 1 if len(whole) < 40 else 3):
         state = json.loads(json.dumps(whole[i].state))
-        rest = list(islice(windows(data, state=state, **settings), len(whole) - i - 1 if kind == "mixture" else 60))
+        rest = list(islice(steps(data, state=state, **settings), len(whole) - i - 1 if kind == "mixture" else 60))
         expected = whole[i + 1 :]
         if len(whole) == 60 and kind != "mixture":
             rest = rest[: len(expected)]
@@ -335,33 +335,33 @@ def test_every_state_goes_on_exactly_as_the_undisturbed_run(
 
 def test_a_state_is_small_and_of_the_same_sources(tmp_path: Path) -> None:
     data = DataConfig(sources=[{"files": write_jsonl(tmp_path / "a.jsonl", documents(900))}], max_length=64)
-    states = [w.state for w in windows(data)]
+    states = [w.state for w in steps(data)]
     assert max(len(json.dumps(state)) for state in states) < 1200
     more = DataConfig(sources=[*data.sources, *data.sources], max_length=64)
     with pytest.raises(PotstillError, match=r"data.sources: the saved state is of 1 sources, the recipe has 2"):
-        windows(more, state=states[0])
+        steps(more, state=states[0])
 
 
 def test_data_that_changed_since_the_state_was_taken_is_refused_or_allowed(tmp_path: Path) -> None:
     kept = {"files": write_jsonl(tmp_path / "a.jsonl", documents(20, "a"))}
     other = {"files": write_jsonl(tmp_path / "b.jsonl", documents(20, "b"))}
     data = DataConfig(sources=[kept, other], max_length=32, shuffle=False)
-    first, second, *_ = windows(data)
-    assert next(windows(data, state=first.state)).state == second.state
+    first, second, *_ = steps(data)
+    assert next(steps(data, state=first.state)).state == second.state
     write_jsonl(tmp_path / "b.jsonl", documents(21, "b"))
     with pytest.raises(PotstillError) as error:
-        windows(data, state=first.state)
+        steps(data, state=first.state)
     assert str(error.value).startswith("data.sources[1] is not what the run began with (then 1 file of ")
     assert "run=" in str(error.value) and "checkpoint.resume=force" in str(error.value)
-    on = next(windows(data, state=first.state, changed_data_ok=True))
+    on = next(steps(data, state=first.state, changed_data_ok=True))
     assert on.counts["examples"] == first.counts["examples"] + len(texts(on))
-    assert list(windows(data, state=on.state))  # from here on the changed data is what the run has
+    assert list(steps(data, state=on.state))  # from here on the changed data is what the run has
 
 
 def test_what_is_cut_dropped_and_split_is_counted(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "abcdefgh"}, {"text": ""}, {"text": "ab"}])
     data = DataConfig(sources=[{"files": path}], max_length=6)
-    assert list(windows(data))[-1].counts == {
+    assert list(steps(data))[-1].counts == {
         "documents": 3,
         "examples": 2,
         "tokens": 6 + 4,
@@ -375,23 +375,23 @@ def test_what_is_cut_dropped_and_split_is_counted(tmp_path: Path) -> None:
     }
     pairs = [{"q": "abcdefgh", "a": "x"}, {"q": "a", "a": "b"}, {"q": "abcdefghi", "a": "x"}]
     source = {"files": write_jsonl(tmp_path / "b.jsonl", pairs), "prompt": "q", "completion": "a"}
-    counts = list(windows(DataConfig(sources=[source], max_length=6)))[-1].counts
+    counts = list(steps(DataConfig(sources=[source], max_length=6)))[-1].counts
     assert (counts["examples"], counts["dropped_examples"], counts["dropped_tokens"]) == (1, 2, 12)
     assert (counts["cut_tokens"], counts["documents"]) == (5 + 6, 3)
     chats = make_sources(tmp_path, "chat")
-    counts = list(windows(DataConfig(sources=chats, max_length=128)))[-1].counts
+    counts = list(steps(DataConfig(sources=chats, max_length=128)))[-1].counts
     assert (counts["documents"], counts["examples"]) == (30, 40)
     assert (counts["split_conversations"], counts["dropped_examples"]) == (20, 10)
 
 
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
-def test_windows_for_evaluation_score_every_byte_whatever_the_tokenizer_adds(
+def test_steps_for_evaluation_score_every_byte_whatever_the_tokenizer_adds(
     tmp_path: Path, bos: bool, eos: bool
 ) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", documents(50))
     data = DataConfig(sources=[{"files": path}], max_length=32, piece_bytes=9)
-    found = list(windows(data, tokenizer=tiny_tokenizer(bos=bos, eos=eos), evaluation=True))
+    found = list(steps(data, tokenizer=tiny_tokenizer(bos=bos, eos=eos), evaluation=True))
     every = sum(len(r["text"]) for r in documents(50))
     assert sum(e.supervised_bytes for w in found for b in w.batches for e in b.examples) == every
     assert found[-1].counts["supervised_tokens"] == every  # a byte is a token here, and eos would be one more
@@ -402,27 +402,27 @@ def test_windows_for_evaluation_score_every_byte_whatever_the_tokenizer_adds(
 def test_an_empty_data_set_is_an_error_and_no_endless_loop(tmp_path: Path, epochs: int | None) -> None:
     empty = {"files": write_jsonl(tmp_path / "a.jsonl", [])}
     with pytest.raises(PotstillError, match=r"eval.data.sources\[0\]: .*a.jsonl holds no records"):
-        next(windows(DataConfig(sources=[empty], max_length=8), epochs=epochs, key="eval.data"))
+        next(steps(DataConfig(sources=[empty], max_length=8), epochs=epochs, key="eval.data"))
     blank = {"files": write_jsonl(tmp_path / "b.jsonl", [{"text": ""}] * 3)}
     with pytest.raises(PotstillError, match=r"data.sources: nothing to learn from in any of \d+ examples"):
-        next(windows(DataConfig(sources=[blank], max_length=8), epochs=epochs))
+        next(steps(DataConfig(sources=[blank], max_length=8), epochs=epochs))
     none = {"files": write_jsonl(tmp_path / "c.jsonl", documents(3)), "fraction": 1e-6}
     with pytest.raises(PotstillError, match=r"data.sources\[0\].fraction: 1e-06 keeps none of the source's 3 records"):
-        next(windows(DataConfig(sources=[none], max_length=8), epochs=epochs))
+        next(steps(DataConfig(sources=[none], max_length=8), epochs=epochs))
     if epochs is None:
         mixed = [blank | {"weight": 1}, blank | {"weight": 1}]
         with pytest.raises(PotstillError, match="nothing to learn from"):
-            next(windows(DataConfig(sources=mixed, max_length=8), epochs=None))
+            next(steps(DataConfig(sources=mixed, max_length=8), epochs=None))
 
 
 def alive() -> int:
     return sum(thread.name == "prefetch" for thread in threading.enumerate())
 
 
-def test_prefetched_gives_the_same_windows_ahead_of_time(tmp_path: Path) -> None:
+def test_prefetched_gives_the_same_steps_ahead_of_time(tmp_path: Path) -> None:
     data = DataConfig(sources=[{"files": write_jsonl(tmp_path / "a.jsonl", documents(90))}], max_length=32)
-    expected = list(windows(data))
-    with Prefetched(windows(data)) as ahead:
+    expected = list(steps(data))
+    with Prefetched(steps(data)) as ahead:
         found = list(ahead)
     assert [w.state for w in found] == [w.state for w in expected]
     assert all(
@@ -479,8 +479,8 @@ def test_any_settings_lose_nothing_and_go_on_from_anywhere(
     tmp_path: Path, case: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose = random.Random(case)
-    monkeypatch.setattr("potstill.data.pipeline.GROUP_WINDOWS", choose.randint(1, 4))
-    monkeypatch.setattr("potstill.data.pipeline.PIECES_AT_ONCE", choose.choice([1, 3, 256]))
+    monkeypatch.setattr("potstill.data.loader.GROUP_STEPS", choose.randint(1, 4))
+    monkeypatch.setattr("potstill.data.loader.TOKENIZED_AT_ONCE", choose.choice([1, 3, 256]))
     sources = [
         {
             "files": write_jsonl(
@@ -500,18 +500,16 @@ def test_any_settings_lose_nothing_and_go_on_from_anywhere(
     epochs, limit = choose.randint(1, 4), choose.choice([None, None, 1, 30])
     settings = {"batch_size": choose.randint(1, 6), "micro_batch_size": choose.randint(1, 3), "seed": case}
     settings |= {"epochs": epochs, "limit": limit}
-    whole = list(windows(data, **settings))
-    one_epoch = Counter(all_texts(list(windows(data, **settings | {"epochs": 1, "limit": None}))))
+    whole = list(steps(data, **settings))
+    one_epoch = Counter(all_texts(list(steps(data, **settings | {"epochs": 1, "limit": None}))))
     found = Counter(all_texts(whole))
     if limit is None:
         assert found == Counter({text: n * epochs for text, n in one_epoch.items()})
     else:
         assert found.total() == min(limit, one_epoch.total() * epochs)
     assert all(sum(b.input_ids.shape[0] for b in w.batches) == settings["batch_size"] for w in whole[:-1])
-    assert count_windows(
-        data, tiny_tokenizer(), batch_size=settings["batch_size"], seed=case, epochs=epochs, limit=limit
-    ) == len(whole)
+    assert steps(data, **settings).count() == len(whole)
     for i in sorted(choose.sample(range(len(whole)), min(6, len(whole)))):
-        rest = list(windows(data, **settings, state=json.loads(json.dumps(whole[i].state))))
+        rest = list(steps(data, **settings, state=json.loads(json.dumps(whole[i].state))))
         assert [w.state for w in rest] == [w.state for w in whole[i + 1 :]]
         assert [all_texts([w]) for w in rest] == [all_texts([w]) for w in whole[i + 1 :]]

@@ -1,0 +1,450 @@
+"""From `data:` to the step batches of a run, prepared for its teachers, and back to any of them.
+
+    sources ─► Examples ─► mixture ─► shuffled blocks ─► tokens ─► groups of step batches ─► StepBatch ─► Feed
+                                                                           rollouts ─► StepBatch ─┘
+
+A group is as many examples as fill several step batches. Within it examples are packed, or sorted by length; its step batches
+then come in random order. A state says where the group begins in the stream, and how many of its step batches are done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from potstill.config import DataConfig
+from potstill.data.encoding import Encode, Encoded, Encoder, lengths_only
+from potstill.data.layout import collate, pack, without
+from potstill.data.prefetch import Interrupted, Prefetched, result_of
+from potstill.data.sources import generator
+from potstill.data.stream import Place, State, Stream, beginning, open_stream
+from potstill.types import Batch, PotstillError, RolloutSource, StepBatch, Teacher
+
+GROUP_STEPS = 16
+GROUP_TOKENS = 2**20  # a group holds no more, unless one step batch does
+TOKENIZED_AT_ONCE = 256  # examples
+
+COUNTS = (
+    "documents",
+    "examples",
+    "tokens",
+    "supervised_tokens",
+    "padding_tokens",
+    "cut_examples",
+    "cut_tokens",
+    "dropped_examples",
+    "dropped_tokens",
+    "split_conversations",
+)
+SKIPPED = "skipped_examples"
+LOOKED_UP = 10_000  # documents, before a run begins
+NOTHING_LEFT = "data: on_missing is skip, and the cache has none of the documents"
+
+
+@dataclass(frozen=True)
+class Item:
+    """An encoded example and where it stands in the stream."""
+
+    encoded: Encoded
+    place: Place
+    number: int  # since the stream was opened
+
+
+Rows = list[list[Item]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """As many examples as fill several step batches, laid out."""
+
+    steps: list[Rows]
+    dropped: Counter[str]
+    before: State  # where to begin again for its first step batch, and for the one after its last; without counts
+    after: State
+
+
+class StepBatches:
+    """An iterator of step batches: `batch_size` rows each, packed rows of several documents or padded ones of one.
+
+    `epochs=None` goes round without end; with epochs the last step batch may be smaller. `limit` ends after so many
+    examples. A reader that must not stand still between groups wants them `Prefetched(steps, steps.group_steps)`.
+    What lies in a step batch does not depend on `micro_batch_size`. `key` names the section of the recipe in messages.
+    `evaluation` scores all of a text and only the text, without eos; it has no state to begin again from. A `state` of
+    sources that have changed since is refused unless `changed_data_ok`.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: Any,
+        *,
+        batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        epochs: int | None,
+        state: State | None = None,
+        limit: int | None = None,
+        key: str = "data",
+        evaluation: bool = False,
+        changed_data_ok: bool = False,
+    ) -> None:
+        self._data, self._batch_size, self._micro_batch_size = data, batch_size, micro_batch_size
+        self._seed, self._limit, self._key = seed, limit, key
+        self._pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+        self.group_steps = max(1, min(GROUP_STEPS, GROUP_TOKENS // (batch_size * data.max_length)))
+        self._encode: Encode = Encoder(
+            tokenizer, max_length=data.max_length, append_eos=data.append_eos, evaluation=evaluation, key=key
+        )
+        self._state = state or {
+            "start": beginning(len(data.sources)),
+            "read": 0,
+            "left": [],
+            "kept": 0,
+            "group": 0,
+            "steps": 0,
+            "counts": {},
+        }
+        self._stream, self._fingerprints = open_stream(
+            data, tokenizer, seed=seed, epochs=epochs, state=state, key=key, changed_data_ok=changed_data_ok
+        )
+        self._steps = self._run()
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        return next(self._steps)
+
+    def count(self, progress: Callable[[int], None] = lambda steps: None) -> int:
+        """How many step batches are still to come. Reads everything and tokenizes every text once, so it can be slow:
+        `progress` is called now and then with the number so far. Uses the iterator up."""
+        self._encode = lengths_only(self._encode)
+        total = -int(self._state["steps"])
+        for group in self._groups():
+            total += len(group.steps)
+            progress(total)
+        return total
+
+    def _run(self) -> Iterator[StepBatch]:
+        counts: Counter[str] = Counter(self._state["counts"])
+        done = self._state["steps"]
+        for group in self._groups():
+            if not done:
+                counts.update(group.dropped)
+            for number, rows in enumerate(group.steps[done:], done + 1):
+                batches = self._batches(rows)
+                items = list(chain(*rows))
+                counts.update(_counted(items, batches))
+                totals = {name: counts[name] for name in COUNTS}
+                state = group.after if number == len(group.steps) else {**group.before, "steps": number}
+                state = {**state, "counts": totals, "fingerprints": self._fingerprints}
+                yield StepBatch(batches, state, totals, max(item.place.epoch for item in items))
+            done = 0
+
+    def _batches(self, rows: Rows) -> tuple[Batch, ...]:
+        examples = [[item.encoded.example for item in row if item.encoded.example is not None] for row in rows]
+        size = self._micro_batch_size
+        return tuple(collate(examples[i : i + size], self._pad_id) for i in range(0, len(rows), size))
+
+    def _groups(self) -> Iterator[Group]:
+        before = self._state
+        items = Items(self._stream, self._encode)
+        read = [items.take() for _ in range(before["read"])]
+        waiting = [read[i] for i in before["left"]]
+        while True:
+            pool, dropped, kept = self._gather(items, waiting, before["kept"])
+            if not kept:
+                raise PotstillError(_nothing_left(self._key, dropped))
+            if not pool:
+                return
+            more = items.next is not None and not self._enough(items.next, kept)
+            lay_out = self._packed if self._data.packing else self._bucketed
+            rows, waiting = lay_out(pool, len(waiting), more, generator(self._seed, 5, before["group"]))
+            after = items.position(waiting) | {"kept": kept, "group": before["group"] + 1, "steps": 0}
+            steps = [rows[i : i + self._batch_size] for i in range(0, len(rows), self._batch_size)]
+            yield Group(steps, dropped, before, after)
+            before = after
+
+    def _gather(self, items: Items, waiting: list[Item], kept: int) -> tuple[list[Item], Counter[str], int]:
+        """The examples of the next group: those that wait for a place, and new ones until there are enough, or until
+        an epoch ends and there are enough for a step batch."""
+        packing = self._data.packing
+        one_step = self._batch_size * (self._data.max_length if packing else 1)
+        pool = list(waiting)
+        used = sum(item.encoded.length if packing else 1 for item in pool)
+        dropped: Counter[str] = Counter()
+        epoch: int | None = None
+        barren: int | None = None  # the epoch since which nothing was kept
+        while (item := items.next) is not None:
+            if item.encoded.kept:
+                ended = epoch is not None and item.place.epoch != epoch
+                full = used >= self.group_steps * one_step or (ended and used >= one_step)
+                if full or self._enough(item, kept):
+                    break
+                pool.append(items.take())
+                used += item.encoded.length if packing else 1
+                kept += not item.encoded.continues
+                epoch, barren = item.place.epoch, None
+                continue
+            items.take()
+            dropped.update(_counted_dropped(item.encoded))
+            barren = item.place.epoch if barren is None else barren
+            if item.place.epoch > barren + 1:
+                raise PotstillError(_nothing_left(self._key, dropped))
+        return pool, dropped, kept
+
+    def _enough(self, item: Item, kept: int) -> bool:
+        """Whether `limit` ends before this item. What belongs to an example before it is still of it."""
+        return kept == self._limit and not item.encoded.continues
+
+    def _packed(
+        self, pool: list[Item], urgent: int, more: bool, random: np.random.Generator
+    ) -> tuple[Rows, list[Item]]:
+        """The rows of a group in the order they are used, and the items that wait for the next group. Only when there
+        is no more to come may rows be fewer than make whole step batches."""
+        lengths = [item.encoded.length for item in pool]
+        most = self.group_steps * self._batch_size
+        rows, left = pack(lengths, rows=most, row_length=self._data.max_length, urgent=urgent)
+        if more:
+            whole = len(rows) - len(rows) % self._batch_size
+            left = sorted(chain(left, *rows[whole:]))
+            rows = rows[:whole]
+        if self._data.shuffle:
+            rows = [rows[i] for i in random.permutation(len(rows))]
+        else:
+            rows.sort()
+        # What waited comes first, so that epochs meet in as few step batches as can be.
+        rows.sort(key=lambda row: row[0] >= urgent)
+        return [[pool[i] for i in row] for row in rows], [pool[i] for i in left]
+
+    def _bucketed(
+        self, pool: list[Item], urgent: int, more: bool, random: np.random.Generator
+    ) -> tuple[Rows, list[Item]]:
+        """As `_packed`, one item per row: step batches of like lengths."""
+        size = self._batch_size
+        whole = len(pool) - len(pool) % size if more else len(pool)
+        first = min(size, whole) if urgent else 0  # what waited comes first, where one epoch meets the next
+        order = sorted(range(first, whole), key=lambda i: (-pool[i].encoded.length, i))
+        steps = [order[i : i + size] for i in range(0, len(order), size)]
+        smaller = steps.pop() if steps and len(steps[-1]) < size else []
+        if self._data.shuffle:
+            steps = [steps[i] for i in random.permutation(len(steps))]
+        else:
+            steps.sort(key=min)
+        return [[pool[i]] for i in chain(range(first), *steps, smaller)], pool[whole:]
+
+
+class Items:
+    """The stream in tokens, encoded many at once. `next`: what `take` gives; None at the end."""
+
+    def __init__(self, stream: Stream, encode: Encode) -> None:
+        self._items = self._encoded(stream, encode)
+        self._last: Item | None = None
+        self.next = next(self._items, None)
+
+    def _encoded(self, stream: Stream, encode: Encode) -> Iterator[Item]:
+        number = 0
+        while some := list(islice(stream, TOKENIZED_AT_ONCE)):
+            for encoded, (_, place) in zip(encode([example for example, _ in some]), some, strict=True):
+                for one in (encoded, *encoded.further):
+                    yield Item(one, place, number)
+                    number += 1
+
+    def take(self) -> Item:
+        assert self.next is not None
+        self._last, self.next = self.next, next(self._items, None)
+        return self._last
+
+    def position(self, waiting: Sequence[Item]) -> State:
+        """Where the next group begins: at the first item that still waits, with those of its followers that do too."""
+        assert self._last is not None
+        if waiting:
+            first = waiting[0].number
+            left = [item.number - first for item in waiting]
+            return {"start": waiting[0].place.state(), "read": self._last.number + 1 - first, "left": left}
+        start = self._last.place.state(after=True) if self.next is None else self.next.place.state()
+        return {"start": start, "read": 0, "left": []}
+
+
+def _counted(items: Sequence[Item], batches: Sequence[Batch]) -> dict[str, int]:
+    encoded = [item.encoded for item in items]
+    tokens = sum(one.length for one in encoded)
+    begun = [one for one in encoded if not one.continues]
+    return {
+        "documents": sum(one.raw.first for one in begun),
+        "examples": len(begun),
+        "tokens": tokens,
+        "supervised_tokens": sum(batch.supervised_tokens for batch in batches),
+        "padding_tokens": sum(batch.input_ids.numel() for batch in batches) - tokens,
+        "cut_examples": sum(one.cut > 0 for one in encoded),
+        "cut_tokens": sum(one.cut for one in encoded),
+        "split_conversations": sum(one.raw.split for one in begun),
+    }
+
+
+def _counted_dropped(encoded: Encoded) -> dict[str, int]:
+    return {
+        "documents": int(encoded.raw.first),
+        "dropped_examples": 1,
+        "dropped_tokens": encoded.length,
+        "cut_tokens": encoded.cut,
+        "cut_examples": int(encoded.cut > 0),
+    }
+
+
+def _nothing_left(key: str, dropped: Counter[str]) -> str:
+    count = dropped["dropped_examples"]
+    if not count:
+        return f"{key}.sources gave no examples"
+    return (
+        f"{key}.sources: nothing to learn from in any of {count} examples: empty texts, conversations without an "
+        f"assistant turn, or prompts of {key}.max_length tokens and more"
+    )
+
+
+def without_missing(
+    steps: Iterable[StepBatch], teachers: Sequence[Teacher], counts: Mapping[str, int]
+) -> Iterator[StepBatch]:
+    """Step batches without the documents that a teacher lacks; those of which nothing is left are passed over. `counts`: of
+    what went before."""
+    skipped, unused = counts.get(SKIPPED, 0), 0
+    barren: int | None = None  # the epoch since which nothing was left
+    for step in steps:
+        batches = []
+        for batch in step.batches:
+            missing = sorted({i for teacher in teachers for i in teacher.missing(batch)})
+            skipped += len(missing)
+            batches.append(without(batch, missing) if missing else batch)
+            unused += batch.supervised_tokens - batches[-1].supervised_tokens
+        if not any(batch.supervised_tokens for batch in batches):
+            barren = step.epoch if barren is None else barren
+            if step.epoch > barren + 1:  # it would go on like that for ever
+                raise PotstillError(NOTHING_LEFT)
+            continue
+        barren = None
+        if skipped:
+            totals = {**step.counts, SKIPPED: skipped}
+            totals["supervised_tokens"] -= unused
+            step = replace(step, batches=tuple(batches), counts=totals, state={**step.state, "counts": totals})
+        yield step
+
+
+def check_there(steps: Callable[[], Iterable[StepBatch]], teachers: Sequence[Teacher], most: int) -> None:
+    """Before a run of `most` steps: that a cache with no model beside it has what the run reads first. What is missing later
+    on is told when it is read ahead: to look everything up would be to read the data twice."""
+    fixed = [teacher for teacher in teachers if teacher.fixed]
+    looked_up = 0
+    for step in islice(steps(), most) if fixed else ():
+        examples = [example for batch in step.batches for example in batch.examples]
+        for teacher in fixed:
+            teacher.check_there(examples)
+        looked_up += len(examples)
+        if looked_up >= LOOKED_UP or step.epoch:
+            return
+
+
+def count_left(steps: Iterable[StepBatch], teachers: Sequence[Teacher], progress: Callable[[int], None]) -> int:
+    """How many step batches `without_missing` gives."""
+    total = 0
+    for total, _ in enumerate(without_missing(steps, teachers, {}), 1):
+        progress(total)
+    if not total:
+        raise PotstillError(NOTHING_LEFT)
+    return total
+
+
+class Ready(Sequence[Sequence[Any]]):
+    """For each micro-batch, what each teacher made ready on other threads; waited for where it is read."""
+
+    def __init__(self, futures: Sequence[Sequence[Future[Any]]], interrupted: Interrupted) -> None:
+        self._futures, self._interrupted = futures, interrupted
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def __getitem__(self, index: Any) -> Any:
+        return [result_of(future, self._interrupted) for future in self._futures[index]]
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step batch, and for each of its micro-batches what each teacher made ready."""
+
+    step: StepBatch
+    ready: Sequence[Sequence[Any]]
+
+
+class Feed:
+    """An iterator of prepared step batches, of a data set (`StepBatches`) or of rollouts: teachers prepare the next ones, on
+    `workers` threads, while the present one trains. `counts`: of what went before. `interrupted`: asked now and then whether
+    to stop waiting (StoppedWaiting)."""
+
+    def __init__(
+        self,
+        steps: StepBatches | RolloutSource,
+        teachers: Sequence[Teacher],
+        counts: Mapping[str, int] | None = None,
+        *,
+        workers: int = 1,
+        interrupted: Interrupted = lambda: False,
+    ) -> None:
+        self._teachers, self._interrupted = teachers, interrupted
+        self._rollouts = None if isinstance(steps, StepBatches) else steps
+        self.notes: Sequence[str] = () if self._rollouts is None else self._rollouts.notes
+        self._stack = ExitStack()
+        # All that a step batch asks of servers is under way at once.
+        self._pool = ThreadPoolExecutor(max([workers, *(teacher.ahead for teacher in teachers)]), "prepare")
+        self._stack.callback(self._pool.shutdown, cancel_futures=True)
+        if isinstance(steps, StepBatches):
+            left = without_missing(steps, teachers, counts or {})
+            read = self._stack.enter_context(Prefetched(left, depth=steps.group_steps))
+            begun = Prefetched((self._begin(step) for step in read), depth=workers, interrupted=interrupted)
+            self._prepared: Iterator[PreparedStep] = self._stack.enter_context(begun)
+        else:
+            self._prepared = self._written(steps)
+            self._stack.callback(steps.close)
+
+    def __iter__(self) -> Iterator[PreparedStep]:
+        return self
+
+    def __next__(self) -> PreparedStep:
+        return next(self._prepared)
+
+    def _begin(self, step: StepBatch) -> PreparedStep:
+        futures = [[self._pool.submit(one.prepare, batch) for one in self._teachers] for batch in step.batches]
+        return PreparedStep(step, Ready(futures, self._interrupted))
+
+    def _written(self, rollouts: RolloutSource) -> Iterator[PreparedStep]:
+        """One is begun ahead, where it is written already."""
+        begun: deque[PreparedStep] = deque()
+        for step in rollouts:
+            begun.append(self._begin(step))
+            while len(begun) > (1 if rollouts.waiting else 0):
+                yield begun.popleft()
+
+    def advance(self, version: int) -> None:
+        """The student has new weights, after so many optimizer steps: whoever writes with them is handed them."""
+        if self._rollouts is not None:
+            self._rollouts.advance(version)
+
+    def save(self, folder: Path, state: State) -> None:
+        """Put what was written, and is still to be trained on after `state`, into a checkpoint."""
+        if self._rollouts is not None:
+            self._rollouts.save(folder, state)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
