@@ -338,7 +338,7 @@ def reading(kind: str) -> Callable[[Any, Path], dict[str, Any]]:
         by_place = np.lexsort((cache._index[3], cache._index[2]))
         start = int(random.integers(0, len(by_place) - count))
         orders = {"sequential": by_place[start : start + count], "random": random.permutation(len(cache))[:count]}
-        asked = {name: examples_of(cache, places) for name, places in orders.items()}
+        asked = {name: student_examples(cache, places) for name, places in orders.items()}
 
         def read(teacher: Teacher[StoredSignal], examples: list[Example]) -> dict[str, float]:
             with Clock() as clock:
