@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ import torch
 
 from potstill.cache import signal
 from potstill.cache.build import _batches, build, by_tokens
-from potstill.cache.codec import Format, encode, read_top_k, to_bytes
+from potstill.cache.document import to_bytes
+from potstill.cache.kinds import Sampled, SignalKind, TokenLogprobs, TopK
 from potstill.cache.manifest import signal_keys
 from potstill.cache.reader import CacheReader
 from potstill.cache.reading import TeacherText, examples_of
@@ -194,7 +196,7 @@ def _sizes(cache: Cache) -> dict[str, Any]:
         for number in range(len(shard.keys)):
             document = shard.document(number, form, cache.folder)
             rows += int(document.predicted.sum())
-            distinct += len(document.streams["ids"]) if form.kind == "sampled" else 0
+            distinct += int((form.shares(document.all_rows())[1] > 0).sum()) if form.kind == "sampled" else 0
     found: dict[str, Any] = {
         "documents": len(cache), "tokens": cache.tokens, "bytes_a_token": cache.size / cache.tokens,
         "data_bytes_a_token": sum(len(shard.data) for shard in cache.shards) / cache.tokens,
@@ -202,10 +204,10 @@ def _sizes(cache: Cache) -> dict[str, Any]:
     if form.kind == "sampled":
         found["distinct_a_token"] = distinct / rows
     # The same with ids of 18 bits: every id (tokens, entries) grows by the difference.
-    wide = Format(**{**form.__dict__, "vocabulary": 2**18})
+    wide = replace(form, vocabulary=2**18)
     more = (wide.id_bits - form.id_bits) / 8
     entries = distinct if form.kind == "sampled" else 0
-    grown = sum(wide.row_bytes().values()) - sum(form.row_bytes().values())
+    grown = sum(code.width for code in wide.streams().values()) - sum(code.width for code in form.streams().values())
     total = cache.size + cache.tokens * more + rows * grown + entries * more
     found["bytes_a_token_18_bits"] = total / cache.tokens
     return found
@@ -225,7 +227,7 @@ def _added_kl(cache: Cache, teacher: LanguageModel, data: DataConfig) -> dict[st
             begin += rows
             document = cache.document(int(cache.find([example.key])[0]))
             for temperature in temperatures:
-                ids, stored, tail = read_top_k([(document, np.arange(rows))], temperature)
+                ids, stored, tail = form.entries(document.all_rows(), temperature)
                 p = torch.log_softmax(logits / temperature, -1)
                 kept = p.gather(-1, torch.from_numpy(ids).long())
                 rest = p.scatter(-1, torch.from_numpy(ids).long(), -torch.inf).logsumexp(-1)
@@ -245,12 +247,12 @@ def _added_kl(cache: Cache, teacher: LanguageModel, data: DataConfig) -> dict[st
 DOCUMENT = 512  # tokens
 VOCABULARY = 151_936
 READ_FORMS = {
-    "top_k 64": Format("top_k", VOCABULARY, k=64),
-    "sampled 50": Format("sampled", VOCABULARY, num_samples=50),
+    "top_k 64": TopK(VOCABULARY, k=64),
+    "sampled 50": Sampled(VOCABULARY, num_samples=50),
 }
 
 
-def synthetic(form: Format, folder: Path, tokens: int, shard_bytes: int = 128 * 2**20) -> Cache:
+def synthetic(form: SignalKind, folder: Path, tokens: int, shard_bytes: int = 128 * 2**20) -> Cache:
     """A cache of made-up documents: their bytes repeat, under other keys and in another order."""
     if (folder / "manifest.json").exists():
         return Cache(folder)
@@ -262,15 +264,14 @@ def synthetic(form: Format, folder: Path, tokens: int, shard_bytes: int = 128 * 
         if form.kind == "top_k":
             gaps = random.exponential(0.25, (rows, form.k)) / np.linspace(1, 6, form.k)
             entries = np.argsort(random.random((rows, 4096)), -1)[:, : form.k] * 37
-            streams = encode(
-                form,
+            streams = form.encode(
                 {"ids": entries, "logprobs": -np.cumsum(gaps, -1), "odds": random.normal(-3, 2, (rows, 1)),
                  "token_logprobs": -random.exponential(2, rows)},
             )  # fmt: skip
         else:  # 50 draws of a Zipf-like law: some 12 different ones
             weights = 1 / np.arange(1, 4097) ** 1.9
             draws = random.choice(4096, (rows, form.num_samples), p=weights / weights.sum()) * 37
-            streams = encode(form, {"samples": np.sort(draws, -1), "entropy": random.exponential(2, rows)})
+            streams = form.encode({"samples": np.sort(draws, -1), "entropy": random.exponential(2, rows)})
         predicted = np.arange(DOCUMENT) > 0
         ends = np.cumsum(random.integers(1, 8, DOCUMENT))
         blobs.append(to_bytes(form, ids, ends, predicted, streams))
@@ -360,7 +361,7 @@ def reading(kind: str) -> Callable[[Any, Path], dict[str, Any]]:
     return run
 
 
-def _from_disk(form: Format, folder: Path, orders: Any, asked: Any, documents: int) -> dict[str, float]:
+def _from_disk(form: SignalKind, folder: Path, orders: Any, asked: Any, documents: int) -> dict[str, float]:
     """The same with nothing of the cache in memory."""
     found = {}
     for name in orders:
@@ -380,7 +381,7 @@ def opening(options: Any, work: Path) -> dict[str, Any]:
     """Seconds to open a cache of a million documents, and to find one."""
     documents = 20_000 if options.quick else 1_000_000
     folder = work / "million"
-    form = Format("token_logprobs", VOCABULARY)
+    form = TokenLogprobs(VOCABULARY)
     if not (folder / "manifest.json").exists():
         random = np.random.default_rng(0)
         identity = {
@@ -389,7 +390,7 @@ def opening(options: Any, work: Path) -> dict[str, Any]:
         }  # fmt: skip
         create(folder, identity, lambda _: None)
         writer = Writer(folder)
-        streams = encode(form, {"token_logprobs": -random.exponential(2, 31)})
+        streams = form.encode({"token_logprobs": -random.exponential(2, 31)})
         blob = to_bytes(form, np.arange(32), np.arange(1, 33), np.arange(32) > 0, streams)
         for number in range(1, documents + 1):
             writer.add(random.bytes(16).hex(), 32, blob)

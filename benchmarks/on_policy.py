@@ -208,8 +208,7 @@ def run_serve(work: Path, clients: int, seconds: float) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from potstill.cache.codec import Format
-    from potstill.cache.signal import signal_of
+    from potstill.cache.kinds import TopK
     from potstill.config import TeacherConfig
     from potstill.data import collate
     from potstill.models import load_teacher
@@ -218,7 +217,7 @@ def run_serve(work: Path, clients: int, seconds: float) -> dict[str, float]:
 
     folder = work / "49k" / "teacher"
     teacher = load_teacher(TeacherConfig(model=str(folder)), torch.device("cpu"), "teachers[0]")
-    form = Format("top_k", len(teacher.tokenizer), k=64)
+    form = TopK(len(teacher.tokenizer), k=64)
     random = np.random.default_rng(0)
 
     def documents(count: int) -> list[Example]:
@@ -238,7 +237,7 @@ def run_serve(work: Path, clients: int, seconds: float) -> dict[str, float]:
         while time.perf_counter() - begin < seconds:
             batch = collate([[e] for e in some], 0)
             hidden = teacher.hidden(batch, batch.rows.teacher)
-            signal_of(form, teacher.at_rows(hidden, form.vocabulary), batch.rows.labels, None)
+            form.compute(teacher.at_rows(hidden, form.vocabulary), batch.rows.labels)
             tokens += batch.supervised_tokens
         return tokens / (time.perf_counter() - begin)
 

@@ -28,7 +28,7 @@ from mutations import BYTES, ODD, changed, copied, files_in, hurt
 from served import Served
 from tiny_runs import TinyRuns
 
-from potstill.cache.codec import Format
+from potstill.cache.kinds import TopK
 from potstill.config.recipe import recipe_yaml
 from potstill.serving.protocol import Question, read_answer, write_question
 from potstill.types import Example
@@ -217,7 +217,7 @@ def _question() -> Question:
     ids = np.arange(5, 25, dtype=np.int32)
     predicted = np.ones(20, dtype=np.bool_)
     predicted[0] = False
-    form = Format(kind="top_k", vocabulary=2048, k=4)
+    form = TopK(vocabulary=2048, k=4)
     return Question(form, [Example("a" * 32, "", ids, predicted, 0, source="a document")])
 
 

@@ -17,7 +17,7 @@ from mutations import BYTES
 from served import Served
 from tiny_runs import TinyRuns
 
-from potstill.cache.codec import Format
+from potstill.cache.kinds import TopK
 from potstill.serving.protocol import Question, read_answer, write_question
 from potstill.types import Example
 
@@ -35,7 +35,7 @@ def _question(numbers: random.Random, length: int, k: int = 16) -> Question:
         predicted = np.ones(length, dtype=np.bool_)
         predicted[0] = False
         examples.append(Example(f"{numbers.getrandbits(128):032x}", "", ids, predicted, 0, source="a document"))
-    return Question(Format(kind="top_k", vocabulary=2048, k=k), examples)
+    return Question(TopK(vocabulary=2048, k=k), examples)
 
 
 def _rows(question: Question) -> int:

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from potstill.cache.codec import NOTHING, Signal, encode, to_bytes
+from potstill.cache.document import NOTHING, to_bytes
+from potstill.cache.kinds import Signal
 from potstill.cache.manifest import HEAD, PROBE, TOKENIZER, part, read_manifest, signal_keys
 from potstill.cache.origin import CLOSE, LiveOrigin, Origin, save_head
 from potstill.cache.reading import TeacherText, as_cached, chat_kwargs, examples_of
@@ -106,7 +107,7 @@ class CacheWriter:
     def _beside(self, folder: Path) -> None:
         """What a reader needs besides the shards: the tokenizer, and with hidden states the head."""
         self.origin.tokenizer.save_pretrained(folder / TOKENIZER)
-        if self.form.kind == "hidden":
+        if self.form.has_head:
             save_head(self.origin.head(self.form.vocabulary), folder / HEAD)
         if self.origin.probe is not None:
             (folder / PROBE).write_text(json.dumps(list(self.origin.probe)), encoding="utf-8")
@@ -167,8 +168,8 @@ class CacheWriter:
         return self._worker.submit(lambda: self._add(examples, begun()))
 
     def _add(self, examples: Sequence[Example], signal_rows: Signal) -> None:
-        streams = encode(self.form, signal_rows)
-        if self.form.kind == "top_k":
+        streams = self.form.encode(signal_rows)
+        if "odds" in signal_rows:
             odds = signal_rows["odds"][:, 0].astype(np.float64)
             self._rest += len(odds), np.exp(-np.logaddexp(0.0, -odds)).sum()
         begin = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,22 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from potstill.cache.codec import (
-    COARSE_BITS,
-    FINE_BITS,
-    NO_REST,
-    STEPS_PER_NAT,
-    Bytes,
-    Document,
-    Format,
-    Signal,
-    pack,
-    packed_bytes,
-    read_top_k,
-    to_bytes,
-    unpack,
-)
+from potstill.cache.document import Document, SignalRows, to_bytes
 from potstill.cache.imports import LAST_TOKENS, REASONS, Imported, Values, import_cache
+from potstill.cache.kinds import SignalKind
 from potstill.cache.manifest import IDENTITY, part, signal_keys
 from potstill.cache.store import SHARD_BYTES, Cache, Writer, create
 from potstill.types import PotstillError
@@ -62,7 +49,10 @@ def convert_cache(
     interrupted goes on when it is run again."""
     cache = Cache(source)
     cache.check_files()
-    form = _smaller(cache, k, temperatures)
+    try:
+        form = cache.form.smaller(k, temperatures)
+    except ValueError as error:
+        raise PotstillError(f"{source} cannot be made smaller so: {error}") from error
     if out.resolve() == source.resolve():
         raise PotstillError(f"--out: {out} is the cache itself: choose another folder")
     kept = {key: value for key, value in cache.manifest.items() if key in (*IDENTITY, "imported")}
@@ -76,7 +66,9 @@ def convert_cache(
     return Converted(added, old, tokens, cache.form.tail_samples - form.tail_samples)
 
 
-def _convert(cache: Cache, form: Format, writer: Writer, progress: Callable[[int, int], None]) -> tuple[int, int, int]:
+def _convert(
+    cache: Cache, form: SignalKind, writer: Writer, progress: Callable[[int, int], None]
+) -> tuple[int, int, int]:
     """Documents added, documents that were there, and tokens."""
     there = Cache(writer.folder)
     added = old = tokens = 0
@@ -103,25 +95,6 @@ def _convert(cache: Cache, form: Format, writer: Writer, progress: Callable[[int
     return added, old, tokens
 
 
-def _smaller(cache: Cache, k: int | None, temperatures: Sequence[float] | None) -> Format:
-    form = cache.form
-    if form.kind != "top_k":
-        raise PotstillError(f"{cache.folder} is a cache of kind {form.kind}: only top_k can be made smaller")
-    if k is not None and not 1 <= k <= form.k:
-        raise PotstillError(f"--k {k}: {cache.folder} has {form.k} entries a token; choose from 1 to that")
-    wanted = form.temperatures if temperatures is None else tuple(sorted(set(temperatures)))
-    unknown = [t for t in wanted if t not in form.temperatures]
-    if unknown or not wanted:
-        known = ", ".join(f"{t:g}" for t in form.temperatures)
-        raise PotstillError(
-            f"--temperature {unknown[0] if unknown else '…'}: {cache.folder} knows the mass of the rest at {known} only"
-        )
-    if k in (None, form.k):
-        draws = (form.tail_samples, form.seed) if 1.0 in wanted else (0, 0)  # they are at 1
-        return replace(form, temperatures=wanted, tail_samples=draws[0], seed=draws[1])
-    return replace(form, k=k, temperatures=wanted, tail_samples=0, seed=0)
-
-
 def _copy_beside(cache: Cache, folder: Path) -> None:
     """What stands beside the shards: of top_k the tokenizer."""
     for name in cache.manifest["files"]:
@@ -129,10 +102,13 @@ def _copy_beside(cache: Cache, folder: Path) -> None:
         shutil.copyfile(part(cache.folder, name), folder / name)
 
 
-def _add(writer: Writer, form: Format, documents: Sequence[tuple[str, Document]]) -> None:
+def _add(writer: Writer, form: SignalKind, documents: Sequence[tuple[str, Document]]) -> None:
     if not documents:
         return
-    streams = fewer_entries(form, [document for _, document in documents])
+    old = documents[0][1].form
+    signal = SignalRows([(document, np.arange(int(document.predicted.sum()))) for _, document in documents])
+    stored = {name: np.concatenate([d.arrays[name] for _, d in documents]) for name in old.streams()}
+    streams = old.convert(signal, stored, form)
     begin = 0
     for key, document in documents:
         end = begin + int(document.predicted.sum())
@@ -140,43 +116,6 @@ def _add(writer: Writer, form: Format, documents: Sequence[tuple[str, Document]]
         data = to_bytes(form, document.tokens, document.ends, document.predicted, rows)
         writer.add(key, len(document.tokens), data)
         begin = end
-
-
-def fewer_entries(form: Format, documents: Sequence[Document]) -> dict[str, Bytes]:
-    """The streams of all rows of some documents, in a format with fewer entries. What is kept keeps its codes: nothing is
-    rounded a second time but the rest."""
-    old = documents[0].form
-    chosen = [(document, np.arange(int(document.predicted.sum()))) for document in documents]
-    stored: Signal = {name: np.concatenate([d.streams[name] for d in documents]) for name in old.row_bytes()}
-    coarse = form.k - 1 - form.fine
-    odds = []
-    for temperature in form.temperatures:
-        if form.k == old.k:
-            at = old.temperatures.index(temperature)
-            odds.append(np.ascontiguousarray(stored["odds"].view("<i2")[:, at]))
-            continue
-        _, logprobs, tail = read_top_k(chosen, temperature)
-        left = np.logaddexp.reduce(logprobs[:, : form.k].astype(np.float64), -1)
-        dropped = np.logaddexp.reduce(logprobs[:, form.k :].astype(np.float64), -1)
-        ratio = np.rint((np.logaddexp(dropped, tail) - left) * STEPS_PER_NAT)
-        odds.append(np.clip(ratio, NO_REST + 1, 2**15 - 1).astype("<i2"))
-    return {
-        "ids": _first(stored["ids"], old.k, form.k, form.id_bits),
-        "fine": _first(stored["fine"], old.fine, form.fine, FINE_BITS),
-        "coarse": _first(stored["coarse"], old.k - 1 - old.fine, coarse, COARSE_BITS),
-        "odds": np.stack(odds, -1).view(np.uint8),
-        "token_logprobs": stored["token_logprobs"],
-    } | {name: stored[name] for name in ("tail_samples", "tail_entropy") if form.tail_samples}
-
-
-def _first(packed: Bytes, count: int, wanted: int, bits: int) -> Bytes:
-    """The first values of each row."""
-    if wanted == count:
-        return packed
-    if not wanted:
-        return packed[:, :0]
-    size = packed_bytes(wanted, bits)
-    return pack(unpack(np.ascontiguousarray(packed[:, :size]), wanted, bits), bits)
 
 
 def convert(

@@ -18,8 +18,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from potstill.cache.codec import LARGEST_VOCABULARY, STEPS_PER_NAT, Format, encode, to_bytes, wrong_ids
+from potstill.cache.codec import STEPS_PER_NAT
+from potstill.cache.document import to_bytes
 from potstill.cache.foreign import Record, maxtext_records, parquet_records
+from potstill.cache.kinds import LARGEST_VOCABULARY, TopK, wrong_ids
 from potstill.cache.manifest import IMPORTED, signal_keys
 from potstill.cache.reading import TeacherText, template_fingerprint, tokenizer_fingerprint
 from potstill.cache.store import SHARD_BYTES, Cache, Writer, begun_cache, create
@@ -295,7 +297,7 @@ class _Kind:
     """What the values are, and what is made of them."""
 
     values: str  # logits, without their normaliser; or logprobs
-    form: Format
+    form: TopK
     more: bool = False  # the files have more entries than are kept
 
     @property
@@ -329,7 +331,7 @@ class _Kind:
         found = (
             "logprobs" if first.normalised else _guessed(first.values[there > 0], file) if values == "auto" else values
         )
-        form = Format("top_k", vocabulary, k=k or least, temperatures=tuple(sorted(set(temperatures))))
+        form = TopK(vocabulary, k=k or least, temperatures=tuple(sorted(set(temperatures))))
         if found == "logprobs" and form.temperatures != (1.0,):
             raise PotstillError(
                 f"--temperature: {file} has probabilities at temperature 1, and the mass of the rest is known there only"
@@ -353,8 +355,7 @@ class _Kind:
         chosen = np.where(ids == labels[:, None], values, -np.inf).max(-1)
         if not self.rest:  # nothing more is known: what there is counts as all
             chosen = chosen - np.logaddexp.reduce(values, -1)
-        streams = encode(
-            self.form,
+        streams = self.form.encode(
             {
                 "ids": ids[:, :k],
                 "logprobs": values[:, :k],

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from potstill.cache.codec import DTYPES, KINDS, LARGEST_VOCABULARY, Format
+from potstill.cache.kinds import KINDS, SignalKind, first_error, read_kind, shown
 from potstill.files import MANIFEST
 from potstill.types import PotstillError
 
@@ -41,19 +41,6 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 class _Checked(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-class _Signal(_Checked):
-    model_config = ConfigDict(extra="forbid")
-
-    vocabulary: Annotated[int, Field(ge=1, le=LARGEST_VOCABULARY)]
-    k: Annotated[int, Field(ge=0, le=LARGEST_VOCABULARY)] = 0
-    temperatures: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1, max_length=1000)]
-    tail_samples: Annotated[int, Field(ge=0, le=LARGEST_VOCABULARY)] = 0
-    num_samples: Annotated[int, Field(ge=0, le=LARGEST_VOCABULARY)] = 0
-    seed: Count = 0
-    width: Annotated[int, Field(ge=0, le=2**24)] = 0
-    dtype: str = "float32"
 
 
 class _Teacher(_Checked):
@@ -86,7 +73,7 @@ class _Imported(_Checked):
 
 class _Manifest(_Checked):
     kind: str
-    signal: _Signal
+    signal: dict[str, Any]
     teacher: _Teacher
     tokenizer: Words
     chat: _Chat
@@ -97,19 +84,14 @@ class _Manifest(_Checked):
 
     @model_validator(mode="after")
     def _fits(self) -> _Manifest:
-        signal = self.signal
         for name in self.files:
             if not BESIDE.fullmatch(name):
                 raise ValueError(f"files names {name!r}, and no cache has such a file")
         for name in self.shards:
             if not SHARD.fullmatch(name):
                 raise ValueError(f"shards names {name!r}, and no shard is called so")
-        if self.kind == "top_k" and not 1 <= signal.k <= signal.vocabulary:
-            raise ValueError(f"k is {signal.k} of {signal.vocabulary} ids")
-        if self.kind == "sampled" and not signal.num_samples:
-            raise ValueError("it has no draws")
-        if self.kind == "hidden" and not (signal.width and signal.dtype in DTYPES):
-            raise ValueError(f"hidden states of width {signal.width} in {signal.dtype!r}")
+        if missing := signal_keys(read_kind(self.kind, self.signal)).keys() - self.signal.keys():
+            raise ValueError(f"signal lacks {', '.join(sorted(missing))}")
         return self
 
 
@@ -133,8 +115,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_manifest(manifest: Any, folder: Path) -> None:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise PotstillError(f"{folder / MANIFEST} is not the manifest of a potstill cache")
-    if manifest.get("version") != VERSION or manifest.get("kind") not in KINDS:
-        what = f"version {_shown(manifest.get('version'))}, kind {_shown(manifest.get('kind'))}"
+    if manifest.get("version") != VERSION or manifest.get("kind") not in list(KINDS):
+        what = f"version {shown(manifest.get('version'))}, kind {shown(manifest.get('kind'))}"
         raise PotstillError(
             f"{folder} is a cache of {what}, which this potstill cannot read (it reads version {VERSION}): build it anew, in "
             "another folder"
@@ -146,18 +128,9 @@ def check_manifest(manifest: Any, folder: Path) -> None:
         _Manifest.model_validate(manifest)
         identity_of(manifest)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(_shown, first["loc"]))
-        what = f"{where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}"
-        raise PotstillError(f"{folder / MANIFEST} is not what potstill wrote ({what})") from None
+        raise PotstillError(f"{folder / MANIFEST} is not what potstill wrote ({first_error(error)})") from None
     except (ValueError, RecursionError) as error:
         raise PotstillError(f"{folder / MANIFEST} is not what potstill wrote ({error!r})") from error
-
-
-def _shown(value: Any) -> str:
-    """For a message: short, and nothing that a terminal would obey."""
-    text = str(value)[:80]
-    return text if text.isprintable() else ascii(text)
 
 
 def identity_of(manifest: Mapping[str, Any]) -> str:
@@ -168,17 +141,13 @@ def identity_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def form_of(manifest: Mapping[str, Any]) -> Format:
-    signal = dict(manifest["signal"])
-    signal["temperatures"] = tuple(signal["temperatures"])
-    return Format(kind=manifest["kind"], **signal)
+def form_of(manifest: Mapping[str, Any]) -> SignalKind:
+    return read_kind(manifest["kind"], manifest["signal"])
 
 
-def signal_keys(form: Format) -> dict[str, Any]:
-    """A format as the manifest records it."""
-    keys = asdict(form)
-    del keys["kind"]
-    return {**keys, "temperatures": list(form.temperatures)}
+def signal_keys(form: SignalKind) -> dict[str, Any]:
+    """A kind as the manifest records it."""
+    return {**asdict(form), "temperatures": list(form.temperatures)}
 
 
 def part(folder: Path, name: str) -> Path:

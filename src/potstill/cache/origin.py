@@ -13,9 +13,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from potstill.cache.codec import DTYPES, LARGEST_VOCABULARY, Format, Signal
+from potstill.cache.kinds import Signal, SignalKind, kind_for
 from potstill.cache.reading import dtype_name, fingerprints
-from potstill.cache.signal import signal_of, uniforms
+from potstill.cache.signal import uniforms
 from potstill.config import StoreConfig
 from potstill.data import collate
 from potstill.models import LanguageModel
@@ -48,7 +48,7 @@ class Origin(Protocol):
     at_once: int  # batches that may be under way
     ahead: bool  # asked on the thread that prepares the next step: it does not need this process's device
 
-    def format(self, store: StoreConfig) -> Format:
+    def format(self, store: StoreConfig) -> SignalKind:
         """What a cache of it would hold; an error where it cannot give that."""
         ...
 
@@ -56,7 +56,7 @@ class Origin(Protocol):
         """Its output head over so many ids, without hidden states."""
         ...
 
-    def begin(self, form: Format, examples: Sequence[Example]) -> Callable[[], Signal]:
+    def begin(self, form: SignalKind, examples: Sequence[Example]) -> Callable[[], Signal]:
         """Start on some documents, each with something to predict; what is given back waits for their rows."""
         ...
 
@@ -75,13 +75,13 @@ class LiveOrigin:
         self.tokenizer, self.positions = teacher.tokenizer, teacher.positions
         self.identity = identity_of_model(teacher, name)
 
-    def format(self, store: StoreConfig) -> Format:
+    def format(self, store: StoreConfig) -> SignalKind:
         return format_of(store, self.teacher)
 
     def head(self, width: int) -> DenseTarget:
         return self.teacher.at_rows(torch.empty(0), width)
 
-    def begin(self, form: Format, examples: Sequence[Example]) -> Callable[[], Signal]:
+    def begin(self, form: SignalKind, examples: Sequence[Example]) -> Callable[[], Signal]:
         found = signal_of_examples(self.teacher, form, examples)
         return lambda: found
 
@@ -98,7 +98,7 @@ def identity_of_model(teacher: LanguageModel, name: str) -> Identity:
 @torch.no_grad()
 def signal_of_examples(
     teacher: LanguageModel,
-    form: Format,
+    form: SignalKind,
     examples: Sequence[Example],
     given: Sequence[npt.NDArray[np.int32]] | None = None,
 ) -> dict[str, npt.NDArray[Any]]:
@@ -106,14 +106,13 @@ def signal_of_examples(
     batch = collate([[example] for example in examples], pad_id=0).to(teacher.model.device)
     hidden = teacher.hidden(batch, batch.rows.teacher)
     _check_rows(torch.isfinite(hidden).all(-1).cpu().numpy(), "hidden states", batch)
-    random = None
-    if draws := form.num_samples or form.tail_samples:
-        random = np.concatenate([uniforms(form.seed, e.key, e.supervised_tokens, draws) for e in examples])
-    wanted = None if given is None else np.concatenate(given)
-    found = signal_of(form, teacher.at_rows(hidden, form.vocabulary), batch.rows.labels, random, wanted)
+    asked: npt.NDArray[Any] | None = None if given is None else np.concatenate(given)
+    if form.draws:
+        asked = np.concatenate([uniforms(form.seed, e.key, e.supervised_tokens, form.draws) for e in examples])
+    found = form.compute(teacher.at_rows(hidden, form.vocabulary), batch.rows.labels, asked)
     for values in found.values():
         if values.dtype.kind == "f":
-            _check_rows(~np.isnan(values).reshape(len(values), -1).any(-1), "probabilities", batch)
+            _check_rows(np.asarray(~np.isnan(values.reshape(len(values), -1)).any(-1)), "probabilities", batch)
     return found
 
 
@@ -128,47 +127,10 @@ def _check_rows(sound: npt.NDArray[np.bool_], what: str, batch: Batch) -> None:
     )
 
 
-def format_of(store: StoreConfig, teacher: LanguageModel) -> Format:
+def format_of(store: StoreConfig, teacher: LanguageModel) -> SignalKind:
+    """What a cache of a model holds."""
     width = teacher.model.get_output_embeddings().weight.shape[1]
-    return format_for(store, teacher.vocabulary, width, dtype_name(teacher.model.dtype))
-
-
-def format_for(store: StoreConfig, vocabulary: int, width: int, dtype: str) -> Format:
-    """What a cache holds of a teacher with so many ids, and with hidden states of that width and dtype."""
-    if vocabulary > LARGEST_VOCABULARY:
-        raise PotstillError(
-            f"a cache holds vocabularies of up to {LARGEST_VOCABULARY:,} ids; the teacher's has {vocabulary:,}"
-        )
-    if store.kind in ("sampled", "token_logprobs") and set(store.temperatures) != {1.0}:
-        raise PotstillError(
-            f"the cache's temperatures: what kind {store.kind} keeps is at temperature 1: leave them out, or choose "
-            "kind top_k "
-            "or hidden"
-        )
-    if store.kind == "top_k" and store.k > vocabulary:
-        raise PotstillError(
-            f"the cache's k is {store.k} and the teacher has {vocabulary} ids: choose a k of at most that"
-        )
-    if store.kind == "top_k":
-        if store.tail_samples and store.k == vocabulary:
-            raise PotstillError(
-                f"the cache's k is all of the teacher's {vocabulary} ids: there is no rest to draw from"
-            )
-        temperatures = tuple(sorted(set(store.temperatures)))
-        if store.tail_samples and 1.0 not in temperatures:
-            raise PotstillError(
-                "the cache's rest: draws from the rest are at temperature 1, and a loss at another cannot use them: add 1 to "
-                "temperatures, or leave rest out"
-            )
-        seed = store.seed if store.tail_samples else 0
-        return Format(
-            "top_k", vocabulary, k=store.k, temperatures=temperatures, tail_samples=store.tail_samples, seed=seed
-        )
-    if store.kind == "sampled":
-        return Format("sampled", vocabulary, num_samples=store.num_samples, seed=store.seed)
-    if store.kind == "hidden":
-        return Format("hidden", vocabulary, width=width, dtype=dtype if dtype in DTYPES else "float32")
-    return Format("token_logprobs", vocabulary)
+    return kind_for(store, teacher.vocabulary, width, dtype_name(teacher.model.dtype))
 
 
 def save_head(head: DenseTarget, path: Path) -> None:

@@ -13,10 +13,10 @@ import safetensors
 import torch
 
 from potstill.cache.build import BATCH_TOKENS, CacheWriter
-from potstill.cache.codec import Document, Format, blank, from_bytes
+from potstill.cache.document import Document, blank, from_bytes
+from potstill.cache.kinds import SignalKind
 from potstill.cache.manifest import HEAD, part, tokenizer_of
 from potstill.cache.origin import read_head
-from potstill.cache.scored import Documents
 from potstill.cache.store import Cache
 from potstill.cache.verify import coverage
 from potstill.config import DataConfig
@@ -27,7 +27,7 @@ from potstill.types import Batch, DenseTarget, Example, PotstillError
 class DocumentSource(Protocol):
     """Where documents with a teacher's signal come from: a cache, or a server (teachers.remote.ScoredDocuments)."""
 
-    form: Format
+    form: SignalKind
     ahead: int  # as the Teacher's
     fixed: bool
 
@@ -39,7 +39,7 @@ class DocumentSource(Protocol):
         """An error where it is fixed and lacks one of them."""
         ...
 
-    def documents(self, examples: Sequence[Example]) -> Documents | None:
+    def documents(self, examples: Sequence[Example]) -> Sequence[Document] | None:
         """What the teacher says about them, on another thread; None: some of it is to be computed first, on the device."""
         ...
 

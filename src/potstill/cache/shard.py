@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from potstill.cache.codec import Document, Format, from_bytes
+from potstill.cache.document import Document, from_bytes
+from potstill.cache.kinds import SignalKind
 from potstill.cache.manifest import SHARD, part
 from potstill.files import checksums_differ
 from potstill.types import PotstillError
@@ -46,7 +47,7 @@ class Shard:
     checksums: npt.NDArray[np.uint32]  # [D], see `checksum`
     data: npt.NDArray[np.uint8]
 
-    def document(self, number: int, form: Format, folder: Path) -> Document:
+    def document(self, number: int, form: SignalKind, folder: Path) -> Document:
         if not self.whole(number):
             raise damaged(folder, self.name, f"document {bytes(self.keys[number]).hex()} is not what was written")
         try:

@@ -6,6 +6,7 @@ R rows, V ids, K kept entries, N draws, b rows of a block.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from potstill.cache.codec import Format
 from potstill.losses.dense import target_logits
 from potstill.losses.rows import LOG2_E
 from potstill.types import DenseTarget
@@ -33,76 +33,29 @@ def uniforms(seed: int, key: str, rows: int, draws: int) -> npt.NDArray[np.float
 
 
 @torch.no_grad()
-def signal_of(
-    form: Format,
+def in_blocks(
+    of_logits: Callable[[Tensor, Tensor, Tensor | None], dict[str, Tensor]],
     target: DenseTarget,
+    vocabulary: int,
     labels: Tensor,
-    random: npt.NDArray[np.float64] | None,
-    given: npt.NDArray[np.int32] | None = None,
+    asked: npt.NDArray[Any] | None,
 ) -> dict[str, npt.NDArray[Any]]:
-    """The signal of R rows, given as hidden states and a head over the format's vocabulary. `random` [R, N]: for draws;
-    `given` [R, K]: the ids that kind `given`, which no cache holds, looks up."""
-    assert target.hidden is not None
-    if form.kind == "hidden":
-        hidden = target.hidden.to("cpu", getattr(torch, form.dtype))
-        return {"hidden": (hidden.view(torch.uint16) if hidden.dtype == torch.bfloat16 else hidden).numpy()}
-    rows = labels.shape[0]
-    n = max(1, PRODUCT_BYTES // (4 * form.vocabulary))
-    b = n if labels.device.type != "cpu" else max(1, BLOCK_BYTES // (4 * form.vocabulary))
-    logits = torch.empty(min(n, rows), form.vocabulary, device=labels.device)
-    drawn = None if random is None else torch.from_numpy(random).to(labels.device)
-    wanted = None if given is None else torch.from_numpy(given).to(labels.device, torch.int64)
+    """What a function makes of the logits of R rows, a block of them at a time. It may write over the logits."""
+    rows, device = labels.shape[0], labels.device
+    n = max(1, PRODUCT_BYTES // (4 * vocabulary))
+    b = n if device.type != "cpu" else max(1, BLOCK_BYTES // (4 * vocabulary))
+    logits = torch.empty(min(n, rows), vocabulary, device=device)
+    wanted = None if asked is None else torch.from_numpy(asked).to(device)
     parts: list[dict[str, Tensor]] = []
     for start in range(0, rows, n):
         count = min(n, rows - start)
         product = target_logits(target, slice(start, start + count), out=logits[:count])
         for first in range(0, count, b):
             at = slice(start + first, start + min(first + b, count))
-            block = product[first : first + b]
-            if wanted is not None:
-                parts.append(_of_given(block, wanted[at], form.temperatures[0]))
-            else:
-                parts.append(_of_block(form, block, labels[at, None], None if drawn is None else drawn[at]))
+            parts.append(
+                of_logits(product[first : first + b], labels[at, None], None if wanted is None else wanted[at])
+            )
     return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]} if parts else {}
-
-
-def _of_block(form: Format, z: Tensor, labels: Tensor, random: Tensor | None) -> dict[str, Tensor]:
-    chosen = z.gather(-1, labels).squeeze(-1)
-    if form.kind == "token_logprobs":
-        return {"token_logprobs": chosen - _log_mass(z, z.amax(-1))}
-    if form.kind == "sampled":
-        assert random is not None
-        return draws(z, random, form.temperatures[0])
-    values, ids = largest(z, form.k)
-    z.scatter_(-1, ids, -torch.inf)
-    rest_largest = _largest_left(z, values)
-    odds, log_mass = [], values[:, 0]
-    for temperature in form.temperatures:
-        # A sum over the other ids, not 1 − Σ: a small rest would be lost in the rounding of a large sum.
-        kept = (values / temperature).logsumexp(-1)
-        rest = _log_mass(z, rest_largest, temperature)
-        odds.append(rest - kept)
-        if temperature == 1.0:
-            log_mass = torch.logaddexp(kept, rest)
-    if 1.0 not in form.temperatures:
-        log_mass = torch.logaddexp(values.logsumexp(-1), _log_mass(z, rest_largest))
-    logprobs = values - log_mass[:, None]
-    found = {"ids": ids.int(), "logprobs": logprobs, "odds": torch.stack(odds, -1), "token_logprobs": chosen - log_mass}
-    if form.tail_samples:
-        assert random is not None
-        drawn = draws(z, random, 1.0)
-        found |= {"tail_samples": drawn["samples"], "tail_entropy": drawn["entropy"]}
-    return found
-
-
-def _of_given(z: Tensor, ids: Tensor, temperature: float) -> dict[str, Tensor]:
-    """Log-probabilities of some distinct ids of each row, and the log-mass of all others."""
-    values = z.gather(-1, ids) / temperature
-    z.scatter_(-1, ids, -torch.inf)
-    kept = values.logsumexp(-1)
-    rest = _log_mass(z, z.amax(-1).clamp(min=torch.finfo(z.dtype).min), temperature)
-    log_mass = torch.logaddexp(kept, rest)
-    return {"logprobs": values - log_mass[:, None], "tail": rest - log_mass}
 
 
 def largest(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +82,7 @@ def _groups(grouped: Tensor, chosen: Tensor) -> Tensor:
     return grouped[torch.arange(grouped.shape[0], device=chosen.device)[:, None], chosen]
 
 
-def _largest_left(z: Tensor, values: Tensor) -> Tensor:
+def largest_left(z: Tensor, values: Tensor) -> Tensor:
     """An upper bound of what is left, near enough to it that the sum of exponentials neither overflows nor vanishes. Finite,
     for −inf − −inf is no number: fewer than k ids may have any mass."""
     if values.shape[1] == z.shape[1]:
@@ -137,7 +90,7 @@ def _largest_left(z: Tensor, values: Tensor) -> Tensor:
     return values[:, -1].clamp(min=torch.finfo(values.dtype).min)
 
 
-def _log_mass(z: Tensor, largest: Tensor, temperature: float = 1.0) -> Tensor:
+def log_mass(z: Tensor, largest: Tensor, temperature: float = 1.0) -> Tensor:
     """log Σ exp(z / T) of each row; −inf where nothing is left."""
     return (z - largest[:, None]).mul_(LOG2_E / temperature).exp2_().sum(-1).log() + largest / temperature
 
@@ -162,7 +115,7 @@ def draws(z: Tensor, random: Tensor, temperature: float) -> dict[str, Tensor]:
     wanted = (random.sort(-1).values * mass).clamp_(max=mass * BELOW_ONE)
     group = torch.searchsorted(ends, wanted, right=True).clamp_(
         max=groups - 1
-    )  # beyond it: of no number, which is told later
+    )  # beyond it with NaN, which is told later
     before = torch.nn.functional.pad(ends, (1, 0)).gather(-1, group)
     inside = _groups(grouped, group).cumsum_(-1)
     wanted = (wanted - before).float()[..., None].clamp_(max=inside[..., -1:] * BELOW_ONE)

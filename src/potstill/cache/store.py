@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
-from potstill.cache.codec import Document
+from potstill.cache.document import Document
+from potstill.cache.kinds import KINDS
 from potstill.cache.manifest import (
     FORMAT,
     HEAD,
@@ -218,7 +219,7 @@ def beside_differs(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     for name in manifest["files"]:
         part(folder, name)
     tokenizer_of(folder)
-    if manifest["kind"] == "hidden" and HEAD not in manifest["files"]:
+    if KINDS[manifest["kind"]].has_head and HEAD not in manifest["files"]:
         return f"its {MANIFEST} has no checksum of {HEAD}"
     return checksums_differ(folder, manifest["files"])
 

@@ -17,12 +17,13 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingCol
 from rich.progress import Progress as Bar
 
 from potstill.cache.build import Progress, Terminated, build, ranks, sigterm_interrupts
-from potstill.cache.codec import DTYPES, Format
-from potstill.cache.manifest import IMPORTED, form_of, read_manifest, tokenizer_of
+from potstill.cache.codec import DTYPES
+from potstill.cache.kinds import KINDS, SignalKind
+from potstill.cache.manifest import IMPORTED, form_of, read_manifest, signal_keys, tokenizer_of
 from potstill.cache.origin import LiveOrigin, Origin
 from potstill.cache.reading import as_cached
 from potstill.cache.store import Cache, begun_cache
-from potstill.cache.verify import Report, coverage, describe, described, signal_in_words, verify
+from potstill.cache.verify import Report, coverage, describe, described, verify
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
 from potstill.config.recipe import checked, load_recipe
 from potstill.data import with_pieces
@@ -32,13 +33,6 @@ from potstill.teachers.remote import open_server
 from potstill.types import PotstillError
 
 RECIPES = (".yaml", ".yml", ".json")
-KINDS_OF: dict[str, tuple[str, ...]] = {  # what a setting is for
-    "k": ("top_k",),
-    "temperatures": ("top_k",),
-    "tail_samples": ("top_k",),
-    "num_samples": ("sampled",),
-    "seed": ("sampled", "top_k"),
-}
 OPTIONS = {"files": "data", "dataset": "data", "prompt": "prompt-column", "completion": "completion-column"}
 LAYOUT_OPTIONS = {  # longer words first
     "max_length": "--max-length",
@@ -103,7 +97,8 @@ def build_cache(
     console = console_of()
     who = f"process {rank} of {world}: " if world > 1 else ""
     if there is not None and kept != checked(StoreConfig, {**config.store.model_dump(), **given}, "store"):
-        console.print(f"{who}going on with what {folder} keeps, {signal_in_words(form_of(there))}", markup=False)
+        form = form_of(there)
+        console.print(f"{who}going on with what {folder} keeps, {form.kind}: {form.describe()}", markup=False)
     try:
         with sigterm_interrupts(), in_words_of_options(source is not None):
             origin = _load(config, there, folder, device, key, teacher)
@@ -160,27 +155,21 @@ def _settled(store: StoreConfig, given: Mapping[str, Any], there: Mapping[str, A
     before = {} if there is None else _settings(form_of(there))
     kept = checked(StoreConfig, {**before, **wanted, **given}, "store")
     for name in given:
-        if kept.kind not in KINDS_OF.get(name, (kept.kind,)):
+        users = [kind for kind, form in KINDS.items() if name in form.parameters]
+        if users and kept.kind not in users:
             raise PotstillError(
                 f"--{name.removesuffix('s') if name == 'temperatures' else name} goes with kind "
-                f"{' and '.join(KINDS_OF[name])}, and this cache is of kind {kept.kind}: leave it out"
+                f"{' and '.join(users)}, and this cache is of kind {kept.kind}: leave it out"
             )
     if "seed" in given and kept.kind == "top_k" and not kept.tail_samples:
         raise PotstillError("--seed is that of draws, and a top_k cache without --tail-samples has none: leave it out")
     return kept
 
 
-def _settings(form: Format) -> dict[str, Any]:
+def _settings(form: SignalKind) -> dict[str, Any]:
     """Those of a cache that is there, as a recipe's store has them."""
-    named = {
-        "k": form.k,
-        "temperatures": list(form.temperatures),
-        "tail_samples": form.tail_samples,
-        "num_samples": form.num_samples,
-    }
-    if form.num_samples or form.tail_samples:
-        named["seed"] = form.seed
-    return {"kind": form.kind} | {name: value for name, value in named.items() if form.kind in KINDS_OF[name]}
+    named = {name: value for name, value in signal_keys(form).items() if name in form.parameters}
+    return {"kind": form.kind} | {name: value for name, value in named.items() if name in StoreConfig.model_fields}
 
 
 def _load(

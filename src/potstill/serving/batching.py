@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from potstill.cache.codec import Signal
+from potstill.cache.kinds import Signal
 from potstill.cache.origin import format_of, signal_of_examples
-from potstill.cache.scored import layout
 from potstill.config import StoreConfig
 from potstill.models import LanguageModel
 from potstill.serving.protocol import Question
@@ -59,7 +58,7 @@ class Job:
         self._starts = np.cumsum([0, *(example.supervised_tokens for example in question.examples)]).tolist()
         self._missing = len(tasks)
         # The answer's own arrays: as many bytes as were reserved for it, and nothing of a batch is kept beyond them.
-        shapes = layout(question.form).items()
+        shapes = question.form.layout().items()
         self._rows = {name: np.empty((self._starts[-1], *shape), dtype) for name, (shape, dtype) in shapes}
 
     def take(self, tokens: int) -> Iterator[Task]:
@@ -217,9 +216,7 @@ def check_question(question: Question, teacher: LanguageModel, most_tokens: int 
     rows = min(module.weight.shape[0], teacher.model.get_input_embeddings().weight.shape[0])
     if not 0 < form.vocabulary <= rows:
         raise PotstillError(f"probabilities over {form.vocabulary} ids were asked for, and the model has {rows}")
-    if max(form.k, 1) > form.vocabulary or (form.tail_samples and form.k == form.vocabulary):
-        raise PotstillError(f"k is {form.k} and there are {form.vocabulary} ids")
-    if form.kind == "hidden":
+    if form.has_head:
         own = format_of(StoreConfig(kind="hidden"), teacher)
         if (form.width, form.dtype) != (own.width, own.dtype):
             raise PotstillError(

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.torch
 
-from potstill.cache.codec import Format, Signal
-from potstill.cache.origin import Identity, format_for, read_head
+from potstill.cache.kinds import Signal, SignalKind, kind_for
+from potstill.cache.origin import Identity, read_head
 from potstill.cache.reading import template_fingerprint, tokenizer_fingerprint
 from potstill.config import StoreConfig
 from potstill.models import load_tokenizer
@@ -83,8 +83,8 @@ class PotstillServer:
             )
         return tokenizer
 
-    def format(self, store: StoreConfig) -> Format:
-        return format_for(store, self.vocabulary, self._width, self.identity.dtype)
+    def format(self, store: StoreConfig) -> SignalKind:
+        return kind_for(store, self.vocabulary, self._width, self.identity.dtype)
 
     def head(self, width: int) -> DenseTarget:
         most = 4 * self.vocabulary * (self._width + 1) + protocol.HEADER_BYTES
@@ -95,7 +95,7 @@ class PotstillServer:
         except ValueError as error:
             raise self.connection.error(f"its head is wrong: {error}; no step was taken with it") from error
 
-    def score(self, form: Format, examples: Sequence[Example], given: Given | None = None) -> Signal:
+    def score(self, form: SignalKind, examples: Sequence[Example], given: Given | None = None) -> Signal:
         question = protocol.Question(form, examples, given)
         body = protocol.write_question(question)
         large = len(body) > self._most_bytes or question.answer_bytes > self._most_answer

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from potstill.cache.codec import Format, Signal
-from potstill.cache.origin import CLOSE, Identity, format_for
+from potstill.cache.kinds import Signal, SignalKind, kind_for
+from potstill.cache.origin import CLOSE, Identity
 from potstill.cache.reading import template_fingerprint, tokenizer_fingerprint
 from potstill.config import StoreConfig, TeacherConfig
 from potstill.models import load_tokenizer
 from potstill.serving.client import Given
 from potstill.serving.http import NO_SUCH_PATH, SMALL, Connection, Refused
-from potstill.serving.protocol import check_signal
 from potstill.types import DenseTarget, Example, PotstillError
 
 PROBE = (
@@ -128,7 +127,7 @@ class OpenAIServer:
                 f"{ours[:6]} … here; name the right one with {self.connection.where}.tokenizer"
             )
 
-    def format(self, store: StoreConfig) -> Format:
+    def format(self, store: StoreConfig) -> SignalKind:
         if store.kind not in ("top_k", "token_logprobs") or store.tail_samples:
             what = "draws from the rest" if store.kind == "top_k" else f"kind {store.kind}"
             raise self.connection.error(
@@ -139,20 +138,20 @@ class OpenAIServer:
                 "it gives log-probabilities at temperature 1 only: set loss.temperature to 1, or use `potstill serve`, which "
                 "gives all of them"
             )
-        return format_for(store, self.vocabulary, 0, "float32")
+        return kind_for(store, self.vocabulary, 0, "float32")
 
     def head(self, width: int) -> DenseTarget:
         raise self.connection.error("only `potstill serve` hands out its output head")
 
     # What it says
 
-    def score(self, form: Format, examples: Sequence[Example], given: Given | None = None) -> Signal:
+    def score(self, form: SignalKind, examples: Sequence[Example], given: Given | None = None) -> Signal:
         assert given is None
         parts = [self._document(form, example) for example in examples]
         self._look_again()
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
-    def _document(self, form: Format, example: Example) -> Signal:
+    def _document(self, form: SignalKind, example: Example) -> Signal:
         ids, places = example.ids.tolist(), np.flatnonzero(example.supervised).tolist()
         signal: Signal | None = None
         with self.understood():
@@ -162,7 +161,7 @@ class OpenAIServer:
             while signal is None:
                 signal = self._top_k(form, ids, places)
         try:
-            check_signal(signal, form, example.supervised_tokens)
+            form.check(signal, example.supervised_tokens)
         except ValueError as error:
             raise self.connection.error(f"its answer is wrong: {error}; no step was taken with it") from error
         return signal
@@ -177,7 +176,7 @@ class OpenAIServer:
                 f"its answer is not understood ({error!r}); no step was taken with it"
             ) from error
 
-    def _top_k(self, form: Format, ids: list[int], places: Sequence[int]) -> Signal | None:
+    def _top_k(self, form: SignalKind, ids: list[int], places: Sequence[int]) -> Signal | None:
         """None: too many of them were ids that the tokenizer does not have, and more are asked for from now on."""
         asked = form.k + self._beyond
         try:
@@ -351,7 +350,7 @@ class OpenAIServer:
 
 
 def top_k_signal(
-    form: Format, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float64], own: npt.NDArray[np.float64]
+    form: SignalKind, ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float64], own: npt.NDArray[np.float64]
 ) -> dict[str, npt.NDArray[Any]]:
     """Of k ids, largest first [R, k], and of the text's own token [R]."""
     kept = np.exp(logprobs).sum(-1)

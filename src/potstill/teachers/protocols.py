@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from potstill.cache.scored import Documents
+from potstill.cache.document import Document
 from potstill.types import Batch, DenseTarget, Example, SampledTarget, Target, TopKTarget
 
 Ints = npt.NDArray[np.int64]
@@ -39,7 +39,7 @@ class Reading:
 
     examples: Sequence[Example]  # in the teacher's tokens
     batch: Batch | None = None  # the same, laid out for a model; None: as in the student's batch
-    documents: Documents = ()  # the same, with what is stored of them
+    documents: Sequence[Document] = ()  # the same, with what is stored of them
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from potstill.cache.codec import Format
-from potstill.cache.codec import Signal as Arrays
+from potstill.cache import kinds
+from potstill.cache.document import Document, exact
+from potstill.cache.kinds import Signal as Arrays
+from potstill.cache.kinds import SignalKind
 from potstill.cache.reading import chat_kwargs
-from potstill.cache.scored import Scored, no_rows
-from potstill.cache.signal import signal_of
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.config.sections import fixed_value
 from potstill.models import LanguageModel, evaluating, same_tokenizer
@@ -53,13 +53,13 @@ class RemoteOrigin:
         self.probe, self.at_once = server.probe, concurrency
         self.heads: dict[tuple[torch.device, int], DenseTarget] = {}  # downloaded once, whoever reads with it
 
-    def format(self, store: StoreConfig) -> Format:
+    def format(self, store: StoreConfig) -> SignalKind:
         return self.server.format(store)
 
     def head(self, width: int) -> DenseTarget:
         return self.server.head(width)
 
-    def begin(self, form: Format, examples: Sequence[Example]) -> Callable[[], Arrays]:
+    def begin(self, form: SignalKind, examples: Sequence[Example]) -> Callable[[], Arrays]:
         asked = self.score(form, examples)
 
         def wait() -> Arrays:
@@ -69,7 +69,7 @@ class RemoteOrigin:
         return wait
 
     def score(
-        self, form: Format, examples: Sequence[Example], given: Given | None = None
+        self, form: SignalKind, examples: Sequence[Example], given: Given | None = None
     ) -> Callable[[], list[Arrays]]:
         """Send some documents, each with something to predict; what is given back waits for the rows of each."""
         groups = list(_groups(examples, self.server.request_tokens))
@@ -114,7 +114,7 @@ class ScoredDocuments:
     fixed = False
 
     def __init__(
-        self, origin: RemoteOrigin, form: Format, read: Callable[[Sequence[Example]], list[Example]] | None = None
+        self, origin: RemoteOrigin, form: SignalKind, read: Callable[[Sequence[Example]], list[Example]] | None = None
     ) -> None:
         self.form = form
         self.ahead = origin.at_once
@@ -127,15 +127,15 @@ class ScoredDocuments:
     def check_there(self, examples: Sequence[Example]) -> None:
         """Nothing is missing."""
 
-    def documents(self, examples: Sequence[Example]) -> list[Scored]:
+    def documents(self, examples: Sequence[Example]) -> list[Document]:
         read = list(examples) if self._read is None else self._read(examples)
         # A document that was left out of the batch is not to be asked about either.
         both = enumerate(zip(examples, read, strict=True))
         there = [i for i, (own, theirs) in both if own.supervised.any() and theirs.supervised.any()]
-        found: list[Arrays] = [no_rows(self.form)] * len(read)
+        found: list[Arrays] = [self.form.no_rows()] * len(read)
         for i, signal in zip(there, self._origin.score(self.form, [read[i] for i in there])(), strict=True):
             found[i] = signal
-        return [Scored(self.form, e, signal) for e, signal in zip(read, found, strict=True)]
+        return [exact(self.form, e, signal) for e, signal in zip(read, found, strict=True)]
 
     def compute(self, examples: Sequence[Example]) -> None:
         """Nothing is left to do: `documents` waits for the server."""
@@ -154,7 +154,7 @@ class StudentTopK(SignalSource):
     """Asks a server how likely those tokens are to the teacher that the student likes best: reverse KL on them, and on all
     others as one, is exact. The student is read first, so that nothing can be asked ahead of the step."""
 
-    def __init__(self, origin: RemoteOrigin, student: LanguageModel, form: Format) -> None:
+    def __init__(self, origin: RemoteOrigin, student: LanguageModel, form: SignalKind) -> None:
         self._origin, self._student, self._form = origin, student, form
 
     def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], host: Sequence[Signal]) -> list[Signal]:
@@ -163,7 +163,7 @@ class StudentTopK(SignalSource):
         there = [i for i, count in enumerate(counts) if count]
         given = np.split(ids, np.cumsum(counts)[:-1])
         answers = self._origin.score(form, [batch.examples[i] for i in there], [given[i] for i in there])()
-        answers = answers or [no_rows(form)]
+        answers = answers or [form.no_rows()]
         logprobs, tail = (np.concatenate([answer[name] for answer in answers]) for name in ("logprobs", "tail"))
         found = torch.from_numpy(ids).long(), torch.from_numpy(logprobs), torch.from_numpy(tail)
         return [Signal(TopKTarget(*found, form.vocabulary).to(batch.input_ids.device))]
@@ -174,8 +174,8 @@ class StudentTopK(SignalSource):
         if not len(batch.rows):  # left out after it was read: other ranks may share the forward pass
             return np.zeros((0, self._form.k), dtype=np.int32)
         target = self._student.at_rows(hidden, self._form.vocabulary)
-        top = Format("top_k", self._form.vocabulary, k=self._form.k)
-        ids: npt.NDArray[np.int32] = signal_of(top, target, batch.rows.labels, None)["ids"]
+        top = kinds.TopK(self._form.vocabulary, k=self._form.k)
+        ids: npt.NDArray[np.int32] = top.compute(target, batch.rows.labels)["ids"]
         return ids
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ def open_remote(
             raise PotstillError(
                 f"{where}.remote.kind: only `potstill serve` can be asked about given tokens: use top_k"
             )
-        form = Format("given", width, k=min(config.remote.k, width), temperatures=(temperature,))
+        form = kinds.Given(width, k=min(config.remote.k, width), temperatures=(temperature,))
         source = StudentTopK(origin, student, form)
     else:
         form = _form(config, origin, width, temperature)
@@ -222,7 +222,7 @@ def open_remote(
     return Teacher(source, SameTokenizerView(logprobs_only=loss.policy_gradient), *name)
 
 
-def _form(config: TeacherConfig, origin: RemoteOrigin, width: int | None, temperature: float) -> Format:
+def _form(config: TeacherConfig, origin: RemoteOrigin, width: int | None, temperature: float) -> SignalKind:
     """What the server is asked for, over the ids that the student has too."""
     remote = config.remote
     settings: dict[str, Any] = {"kind": remote.kind}

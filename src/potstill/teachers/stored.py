@@ -10,25 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potstill.cache.codec import Document
+from potstill.cache.document import SignalRows
 from potstill.cache.manifest import tokenizer_of
 from potstill.cache.reader import DocumentSource
 from potstill.cache.reading import chat_kwargs, template_fingerprint
-from potstill.cache.scored import (
-    Chosen,
-    Scored,
-    read_hidden,
-    read_sampled,
-    read_tail_samples,
-    read_token_logprobs,
-    read_top_k,
-)
 from potstill.cache.store import Cache
 from potstill.config import DataConfig
 from potstill.models import load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
-from potstill.types import Batch, Example, PotstillError, SampledTarget, TopKTarget
+from potstill.types import Batch, DenseTarget, Example, PotstillError, SampledTarget, TopKTarget
 
 
 class StoredSignal(SignalSource):
@@ -52,26 +43,22 @@ class StoredSignal(SignalSource):
             found = self.documents.documents(batch.examples)
         if found is None:
             return None
-        return Reading([_as_read(d, e) for d, e in zip(found, batch.examples, strict=True)], documents=found)
+        return Reading([d.as_read(e) for d, e in zip(found, batch.examples, strict=True)], documents=found)
 
     def prepare(self, reading: Reading, asked: Sequence[Asked]) -> list[Signal]:
         return [self._decoded(_chosen(reading, one), one) for one in asked]
 
-    def _decoded(self, chosen: Chosen, asked: Asked) -> Signal:
-        form = self.documents.form
-        if form.kind == "hidden":
-            return Signal(hidden=read_hidden(chosen))
-        logprobs = torch.from_numpy(read_token_logprobs(chosen)) if asked.token_logprobs else None
+    def _decoded(self, rows: SignalRows, asked: Asked) -> Signal:
+        form = rows.form
+        if form.has_head:
+            target = form.target(rows)
+            assert isinstance(target, DenseTarget)
+            return Signal(hidden=target.hidden)
+        logprobs = torch.from_numpy(rows["token_logprobs"]) if asked.token_logprobs else None
         if not asked.distribution:
             return Signal(token_logprobs=logprobs)
-        if form.kind == "sampled":
-            ids, shares, entropy = map(torch.from_numpy, read_sampled(chosen))
-            return Signal(SampledTarget(ids.long(), shares, entropy, width=self._width), logprobs)
-        ids, values, tail = map(torch.from_numpy, read_top_k(chosen, self._temperature))
-        target = TopKTarget(ids.long(), values, tail, width=self._width)
-        if form.tail_samples and self._temperature == 1.0:  # which they were drawn at
-            samples, entropy = map(torch.from_numpy, read_tail_samples(chosen))
-            target = replace(target, tail_samples=samples.long(), tail_entropy=entropy)
+        target = form.target(rows, self._temperature, self._width)
+        assert isinstance(target, DenseTarget | TopKTarget | SampledTarget)
         return Signal(target, logprobs)
 
     def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], host: Sequence[Signal]) -> list[Signal]:
@@ -89,14 +76,7 @@ class StoredSignal(SignalSource):
         self.documents.close()
 
 
-def _as_read(document: Document | Scored, example: Example) -> Example:
-    """A document as the teacher read it."""
-    if isinstance(document, Scored):
-        return document.read
-    return replace(example, ids=document.tokens.astype(np.int32), supervised=document.predicted, ends=None)
-
-
-def _chosen(reading: Reading, asked: Asked) -> Chosen:
+def _chosen(reading: Reading, asked: Asked) -> SignalRows:
     """Of each document the rows that predict the tokens that are asked about."""
     bounds = np.searchsorted(asked.document, np.arange(len(reading.documents) + 1))
     chosen = []
@@ -107,7 +87,7 @@ def _chosen(reading: Reading, asked: Asked) -> Chosen:
                 f"{example.source} ({example.key}): the cache does not hold all of its supervised tokens: build it anew"
             )
         chosen.append((document, np.cumsum(document.predicted)[at] - 1))
-    return chosen
+    return SignalRows(chosen)
 
 
 def check_cache(cache: Cache, student: LanguageModel, data: DataConfig, where: str) -> int:

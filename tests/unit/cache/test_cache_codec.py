@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,11 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from read_rows import read_hidden, read_sampled, read_token_logprobs, read_top_k
 
 from potstill.cache import codec
-from potstill.cache.codec import COARSE_TABLE, FINE_TABLE, Format, encode, from_bytes, to_bytes
+from potstill.cache.codec import COARSE_TABLE, FINE_TABLE
+from potstill.cache.document import blank, from_bytes, to_bytes
+from potstill.cache.kinds import KINDS, Hidden, Sampled, SignalKind, TokenLogprobs, TopK
 from potstill.cache.reading import TeacherText, examples_of
-from potstill.cache.signal import signal_of, uniforms
+from potstill.cache.signal import uniforms
 from potstill.config import DataConfig, TeacherConfig
 from potstill.data import collate
 from potstill.models import load_teacher
@@ -72,26 +76,26 @@ def test_every_width_holds_its_largest_value(bits):
     ("vocabulary", "bits"), [(1, 4), (16, 4), (17, 5), (32_000, 15), (2**18, 18), (2**18 + 1, 19), (2**24, 24)]
 )
 def test_ids_have_the_width_the_vocabulary_needs(vocabulary, bits):
-    assert Format("top_k", vocabulary, k=1).id_bits == bits
+    assert TopK(vocabulary, k=1).id_bits == bits
 
 
 # Documents
 
 
-def signal_of_logits(form: Format, logits: torch.Tensor, labels: torch.Tensor, seed: int = 0):
-    """What `signal_of` says of a teacher whose logits are given: a head with these columns over unit hidden states."""
+def signal_of_logits(form: SignalKind, logits: torch.Tensor, labels: torch.Tensor, seed: int = 0):
+    """What a kind says of a teacher whose logits are given: a head with these columns over unit hidden states."""
     rows = logits.shape[0]
     target = DenseTarget(hidden=torch.eye(rows), weight=logits.t().contiguous())
     random = np.random.default_rng(seed).random((rows, form.num_samples)) if form.kind == "sampled" else None
-    return signal_of(form, target, labels, random)
+    return form.compute(target, labels, random)
 
 
-def document(form: Format, signal, tokens: int, predicted: np.ndarray, seed: int = 0):
+def document(form: SignalKind, signal, tokens: int, predicted: np.ndarray, seed: int = 0):
     """Through bytes and back, with random tokens."""
     generator = np.random.default_rng(seed)
     ids = generator.integers(0, form.vocabulary, tokens)
     ends = np.cumsum(generator.integers(0, 40, tokens))
-    data = to_bytes(form, ids, ends, predicted, encode(form, signal))
+    data = to_bytes(form, ids, ends, predicted, form.encode(signal))
     read = from_bytes(form, np.frombuffer(data, dtype=np.uint8), tokens)
     np.testing.assert_array_equal(read.tokens, ids)
     np.testing.assert_array_equal(read.ends, ends)
@@ -99,7 +103,7 @@ def document(form: Format, signal, tokens: int, predicted: np.ndarray, seed: int
     return read, data
 
 
-def made(form: Format, tokens: int = 23, scale: float = 3.0, seed: int = 0):
+def made(form: SignalKind, tokens: int = 23, scale: float = 3.0, seed: int = 0):
     """Random logits at some of the tokens, and the document of them."""
     generator = torch.Generator().manual_seed(seed)
     predicted = np.random.default_rng(seed).random(tokens) < 0.7
@@ -117,19 +121,18 @@ def everything(read):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_hidden_states_come_back_bit_for_bit(dtype):
-    form = Format("hidden", 50, width=7, dtype=dtype)
+    form = Hidden(50, width=7, dtype=dtype)
     hidden = torch.randn(5, 7).to(getattr(torch, dtype))
     raw = hidden.view(torch.uint16) if dtype == "bfloat16" else hidden
     predicted = np.array([False, True, True, False, True, True, True])
     read, _ = document(form, {"hidden": raw.numpy()}, 7, predicted)
-    back = torch.from_numpy(codec.read_hidden([(read, np.array([0, 3])), (read, np.array([4]))]))
-    assert torch.equal(back.view(torch.bfloat16) if dtype == "bfloat16" else back, hidden[[0, 3, 4]])
+    assert torch.equal(read_hidden([(read, np.array([0, 3])), (read, np.array([4]))]), hidden[[0, 3, 4]])
 
 
 def test_sampled_draws_come_back_exactly():
-    form = Format("sampled", 97, num_samples=50)
+    form = Sampled(97, num_samples=50)
     _, _, signal, read = made(form)
-    ids, shares, entropy = codec.read_sampled(everything(read))
+    ids, shares, entropy = read_sampled(everything(read))
     for row, draws in enumerate(signal["samples"]):
         distinct, counts = np.unique(draws, return_counts=True)
         there = shares[row] > 0
@@ -142,12 +145,12 @@ def test_sampled_draws_come_back_exactly():
 
 def test_some_rows_of_several_documents():
     """In any order, from one document or from many, with blank ones between: as each row alone."""
-    for form in (Format("sampled", 97, num_samples=20), Format("top_k", 97, k=12)):
+    for form in (Sampled(97, num_samples=20), TopK(97, k=12)):
         _, _, _, one = made(form, seed=1)
         _, _, _, two = made(form, seed=2)
-        read = codec.read_sampled if form.kind == "sampled" else lambda chosen: codec.read_top_k(chosen, 1.0)
+        read = read_sampled if form.kind == "sampled" else lambda chosen: read_top_k(chosen, 1.0)
         nothing = np.zeros(0, dtype=np.int64)
-        rows = [(one, np.array([4, 1])), (codec.blank(form), nothing), (two, np.array([0])), (one, nothing)]
+        rows = [(one, np.array([4, 1])), (blank(form), nothing), (two, np.array([0])), (one, nothing)]
         together = read(rows)
         alone = [read([(d, np.array([row]))]) for d, row in ((one, 4), (one, 1), (two, 0))]
         for i, parts in enumerate(alone):
@@ -159,39 +162,31 @@ def test_some_rows_of_several_documents():
 
 @pytest.mark.parametrize("kind", ["top_k", "sampled", "hidden", "token_logprobs"])
 def test_documents_of_which_nothing_is_asked(kind):
-    form = Format(kind, 97, k=5, num_samples=9, width=6)
-    chosen = [(codec.blank(form), np.zeros(0, dtype=np.int64))]
+    form = KINDS[kind](97, k=5, num_samples=9, width=6)
+    chosen = [(blank(form), np.zeros(0, dtype=np.int64))]
     if kind == "top_k":
-        assert [part.shape for part in codec.read_top_k(chosen, 1.0)] == [(0, 5), (0, 5), (0,)]
+        assert [part.shape for part in read_top_k(chosen, 1.0)] == [(0, 5), (0, 5), (0,)]
     elif kind == "sampled":
-        assert [part.shape for part in codec.read_sampled(chosen)] == [(0, 1), (0, 1), (0,)]
+        assert [part.shape for part in read_sampled(chosen)] == [(0, 1), (0, 1), (0,)]
     elif kind == "hidden":
-        assert codec.read_hidden(chosen).shape == (0, 6)
+        assert read_hidden(chosen).shape == (0, 6)
     else:
-        assert codec.read_token_logprobs(chosen).shape == (0,)
+        assert read_token_logprobs(chosen).shape == (0,)
 
 
 def test_chosen_is_half_a_step_off_at_most():
-    form = Format("token_logprobs", 97)
+    form = TokenLogprobs(97)
     logits, labels, _, read = made(form, scale=8.0)
     exact = logits.double().log_softmax(-1).gather(-1, labels[:, None])[:, 0].numpy()
     assert exact.min() < -10
-    np.testing.assert_allclose(
-        codec.read_token_logprobs(everything(read)), exact, atol=0.5 / codec.STEPS_PER_NAT + 1e-5
-    )
+    np.testing.assert_allclose(read_token_logprobs(everything(read)), exact, atol=0.5 / codec.STEPS_PER_NAT + 1e-5)
 
 
 def test_chosen_without_any_mass():
-    encoded = encode(
-        Format("token_logprobs", 9), {"token_logprobs": np.array([-np.inf, -1000.0, 0.0], dtype=np.float32)}
-    )
-    read, _ = document(
-        Format("token_logprobs", 9), {"token_logprobs": np.array([-np.inf, -1000.0, 0.0])}, 3, np.ones(3, bool)
-    )
+    encoded = TokenLogprobs(9).encode({"token_logprobs": np.array([-np.inf, -1000.0, 0.0], dtype=np.float32)})
+    read, _ = document(TokenLogprobs(9), {"token_logprobs": np.array([-np.inf, -1000.0, 0.0])}, 3, np.ones(3, bool))
     assert encoded["token_logprobs"].shape == (3, 2)
-    np.testing.assert_allclose(
-        codec.read_token_logprobs(everything(read)), [-65535 / 1024, -65535 / 1024, 0.0], rtol=1e-6
-    )
+    np.testing.assert_allclose(read_token_logprobs(everything(read)), [-65535 / 1024, -65535 / 1024, 0.0], rtol=1e-6)
 
 
 # Top-k: the error of the gaps
@@ -217,9 +212,9 @@ def error_bound(logprobs: np.ndarray, fine: int) -> np.ndarray:
 @pytest.mark.parametrize("k", [1, 2, 9, 10, 50, 64])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 4.0])
 def test_no_entry_is_further_off_than_one_code(k, scale):
-    form = Format("top_k", 300, k=k)
+    form = TopK(300, k=k)
     logits, _, signal, read = made(form, tokens=200, scale=scale)
-    ids, decoded, tail = codec.read_top_k(everything(read), 1.0)
+    ids, decoded, tail = read_top_k(everything(read), 1.0)
     exact = logits.double().log_softmax(-1).numpy()
     np.testing.assert_array_equal(ids, signal["ids"])
     kept = np.take_along_axis(exact, ids.astype(np.int64), -1)
@@ -235,7 +230,7 @@ def test_errors_do_not_add_up():
     """64 gaps that each lie between two codes: were each coded by itself, the last entry would be off by 55 half-steps."""
     between = (COARSE_TABLE[6] + COARSE_TABLE[7]) / 2 * 0.999
     logprobs = -np.arange(64)[None] * between
-    fine, coarse = codec._encode_gaps(logprobs, 8)
+    fine, coarse = codec.encode_gaps(logprobs, 8)
     decoded = -np.cumsum(np.concatenate([FINE_TABLE[fine], COARSE_TABLE[coarse]], -1), -1)
     off = np.abs(decoded - logprobs[:, 1:])
     assert off.max() <= half_step(COARSE_TABLE, np.array([2 * between])).max()
@@ -258,11 +253,11 @@ def test_steps_of_the_tables_are_as_stated():
 @pytest.mark.parametrize("k", [1, 16, 40])
 def test_every_temperature_is_the_softmax_at_it(temperatures, k):
     """40 is the whole vocabulary: there is no rest."""
-    form = Format("top_k", 40, k=k, temperatures=temperatures)
+    form = TopK(40, k=k, temperatures=temperatures)
     logits, labels, _, read = made(form, tokens=60, scale=2.0)
     bound = error_bound(np.sort(logits.double().log_softmax(-1).numpy())[:, ::-1][:, :k], form.fine)
     for temperature in temperatures:
-        ids, decoded, tail = codec.read_top_k(everything(read), temperature)
+        ids, decoded, tail = read_top_k(everything(read), temperature)
         exact = (logits.double() / temperature).log_softmax(-1)
         kept = exact.gather(-1, torch.from_numpy(ids).long())
         rest = torch.ones_like(exact).scatter(-1, torch.from_numpy(ids).long(), 0.0).log()
@@ -276,28 +271,26 @@ def test_every_temperature_is_the_softmax_at_it(temperatures, k):
         mass = np.exp(decoded.astype(np.float64)).sum(-1) + np.exp(tail.astype(np.float64))
         np.testing.assert_allclose(mass, 1.0, atol=1e-6)
     chosen = logits.double().log_softmax(-1).gather(-1, labels[:, None])[:, 0].numpy()
-    np.testing.assert_allclose(
-        codec.read_token_logprobs(everything(read)), chosen, atol=0.5 / codec.STEPS_PER_NAT + 1e-5
-    )
+    np.testing.assert_allclose(read_token_logprobs(everything(read)), chosen, atol=0.5 / codec.STEPS_PER_NAT + 1e-5)
 
 
 def test_ids_without_any_mass():
     """Fewer ids with mass than are kept: they come back exactly, the others with next to none, and there is no rest."""
-    form = Format("top_k", 40, k=12)
+    form = TopK(40, k=12)
     logits = torch.full((3, 40), -torch.inf)
     logits[:, [7, 3, 30]] = torch.tensor([2.0, 1.0, -1.0])
     # By a bias: 0 · −inf in a product would be no number.
     target = DenseTarget(hidden=torch.zeros(3, 2), weight=torch.zeros(40, 2), bias=logits[0])
-    read, _ = document(form, signal_of(form, target, torch.tensor([7, 3, 0]), None), 3, np.ones(3, bool))
-    ids, decoded, tail = codec.read_top_k(everything(read), 1.0)
+    read, _ = document(form, form.compute(target, torch.tensor([7, 3, 0])), 3, np.ones(3, bool))
+    ids, decoded, tail = read_top_k(everything(read), 1.0)
     np.testing.assert_array_equal(ids[:, :3], [[7, 3, 30]] * 3)
     exact = torch.tensor([2.0, 1.0, -1.0], dtype=torch.float64).log_softmax(-1)
     np.testing.assert_allclose(decoded[:, :3], exact.expand(3, 3), atol=0.01)
     assert (np.exp(decoded[:, 3:]).sum(-1) < 1e-9).all()
     assert np.isneginf(tail).all()
     assert np.isfinite(decoded).all()
-    np.testing.assert_allclose(codec.read_token_logprobs(everything(read))[:2], exact[:2], atol=0.001)
-    assert codec.read_token_logprobs(everything(read))[2] == -65535 / 1024
+    np.testing.assert_allclose(read_token_logprobs(everything(read))[:2], exact[:2], atol=0.001)
+    assert read_token_logprobs(everything(read))[2] == -65535 / 1024
 
 
 # Sizes and added KL, on real distributions
@@ -331,15 +324,15 @@ def shipped():
     return real_rows("shipped:teacher", data)
 
 
-def at_eighteen_bits(form: Format, example, signal) -> float:
+def at_eighteen_bits(form: SignalKind, example, signal) -> float:
     """Bytes a token of the document, were its ids of a vocabulary of 2^18."""
-    wide = Format(**{**vars(form), "vocabulary": EIGHTEEN_BITS})
-    return len(to_bytes(wide, example.ids, example.ends, example.supervised, encode(wide, signal)))
+    wide = replace(form, vocabulary=EIGHTEEN_BITS)
+    return len(to_bytes(wide, example.ids, example.ends, example.supervised, wide.encode(signal)))
 
 
-def added_kl(form: Format, target, signal, read) -> np.ndarray:
+def added_kl(form: SignalKind, target, signal, read) -> np.ndarray:
     """KL from the exact buckets to the decoded ones, in float64."""
-    ids, decoded, tail = codec.read_top_k(everything(read), 1.0)
+    ids, decoded, tail = read_top_k(everything(read), 1.0)
     logp = (target.hidden @ target.weight.t()).double().log_softmax(-1)
     kept = logp.gather(-1, torch.from_numpy(ids).long())
     rest = logp.scatter_(-1, torch.from_numpy(ids).long(), -torch.inf).logsumexp(-1)
@@ -356,15 +349,13 @@ def test_top_k_of_a_real_teacher_is_small_and_near(teacher, k, most):
     size = tokens = 0
     kl = []
     for example, target, batch in teacher():
-        form = Format("top_k", target.width, k=k)
-        signal = signal_of(form, target, batch.rows.labels, None)
+        form = TopK(target.width, k=k)
+        signal = form.compute(target, batch.rows.labels)
         size += at_eighteen_bits(form, example, signal)
         tokens += len(example.ids)
         read = from_bytes(
             form,
-            np.frombuffer(
-                to_bytes(form, example.ids, example.ends, example.supervised, encode(form, signal)), np.uint8
-            ),
+            np.frombuffer(to_bytes(form, example.ids, example.ends, example.supervised, form.encode(signal)), np.uint8),
             len(example.ids),
         )
         kl.append(added_kl(form, target, signal, read))
@@ -377,8 +368,8 @@ def test_top_k_of_a_real_teacher_is_small_and_near(teacher, k, most):
 def test_draws_of_a_real_teacher_are_small():
     size = tokens = distinct = rows = 0
     for example, target, batch in stories15m():
-        form = Format("sampled", target.width, num_samples=50)
-        signal = signal_of(form, target, batch.rows.labels, uniforms(0, example.key, len(batch.rows), 50))
+        form = Sampled(target.width, num_samples=50)
+        signal = form.compute(target, batch.rows.labels, uniforms(0, example.key, len(batch.rows), 50))
         size += at_eighteen_bits(form, example, signal)
         tokens += len(example.ids)
         distinct += sum(len(np.unique(draws)) for draws in signal["samples"])
@@ -393,8 +384,8 @@ def test_twelve_distinct_draws_a_token_are_small():
     draws = np.sort(
         [generator.permutation(np.resize(generator.choice(EIGHTEEN_BITS, 12, False), 50)) for _ in range(tokens - 1)]
     )
-    form = Format("sampled", EIGHTEEN_BITS, num_samples=50)
+    form = Sampled(EIGHTEEN_BITS, num_samples=50)
     signal = {"samples": draws, "entropy": np.full(tokens - 1, 2.0)}
     predicted = np.arange(tokens) > 0
     ids, ends = generator.integers(0, EIGHTEEN_BITS, tokens), np.cumsum(generator.integers(1, 12, tokens))
-    assert (len(to_bytes(form, ids, ends, predicted, encode(form, signal))) + 32) / tokens <= 40
+    assert (len(to_bytes(form, ids, ends, predicted, form.encode(signal))) + 32) / tokens <= 40

@@ -18,10 +18,10 @@ import pytest
 import safetensors.numpy
 import torch
 from array_record.python import array_record_module
+from read_rows import read_hidden, read_sampled, read_tail_samples, read_token_logprobs, read_top_k
 from tiny_models import make_model
 
 from potstill.cache.build import build
-from potstill.cache.codec import read_hidden, read_sampled, read_tail_samples, read_token_logprobs, read_top_k
 from potstill.cache.convert import convert, convert_cache
 from potstill.cache.foreign import example_features, varints
 from potstill.cache.imports import COLUMNS, NOT_CUT, READERS, import_cache
@@ -145,7 +145,7 @@ def test_a_smaller_k_is_what_a_build_with_it_gives(made, tmp_path, k):
     for (one, _), (other, _) in zip(a, b, strict=True):
         assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.ends, other.ends)
         for name in ("ids", "fine", "token_logprobs") + (("coarse",) if k != 64 else ()):
-            assert np.array_equal(one.streams[name], other.streams[name]), name
+            assert np.array_equal(one.arrays[name], other.arrays[name]), name
     for temperature in T:
         (ids, logprobs, tail), (ids_b, logprobs_b, tail_b) = (read_top_k(x, temperature) for x in (a, b))
         assert np.array_equal(ids, ids_b)

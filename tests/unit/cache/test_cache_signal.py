@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from potstill.cache import signal
-from potstill.cache.codec import KINDS, Format
-from potstill.cache.signal import COLUMNS, largest, signal_of, uniforms
+from potstill.cache.kinds import KINDS, Hidden, Sampled, TokenLogprobs, TopK
+from potstill.cache.signal import COLUMNS, largest, uniforms
 from potstill.types import DenseTarget
 
 TEMPERATURES = (0.5, 1.0, 3.0)
@@ -80,8 +80,8 @@ def test_top_k_rest_and_chosen_are_those_of_the_whole_softmax(vocabulary, change
         changes = {**changes, "bias": torch.randn(vocabulary, generator=torch.Generator().manual_seed(9))}
     target = teacher(21, vocabulary, **changes)
     labels = labels_of(target)
-    form = Format("top_k", vocabulary, k=10, temperatures=TEMPERATURES)
-    found = signal_of(form, target, labels, None)
+    form = TopK(vocabulary, k=10, temperatures=TEMPERATURES)
+    found = form.compute(target, labels)
     z = whole_logits(target)
     logp = z.log_softmax(-1)
     ids = torch.from_numpy(found["ids"]).long()
@@ -93,7 +93,7 @@ def test_top_k_rest_and_chosen_are_those_of_the_whole_softmax(vocabulary, change
         kept = at.gather(-1, ids).logsumexp(-1)
         rest = at.scatter(-1, ids, -math.inf).logsumexp(-1)
         np.testing.assert_allclose(found["odds"][:, place], rest - kept, atol=5e-5)
-    only_chosen = signal_of(Format("token_logprobs", vocabulary), target, labels, None)
+    only_chosen = TokenLogprobs(vocabulary).compute(target, labels)
     np.testing.assert_allclose(only_chosen["token_logprobs"], found["token_logprobs"], atol=2e-5)
 
 
@@ -102,7 +102,7 @@ def test_a_rest_that_a_subtraction_would_lose():
     logits = torch.full((1, 300), -30.0 - math.log(290))
     logits[0, :10] = -math.log(10)
     target = DenseTarget(hidden=torch.ones(1, 1), weight=logits.t())
-    found = signal_of(Format("top_k", 300, k=10), target, torch.tensor([299]), None)
+    found = TopK(300, k=10).compute(target, torch.tensor([299]))
     assert found["odds"][0, 0] == pytest.approx(-30.0, abs=1e-4)
     assert found["token_logprobs"][0] == pytest.approx(-30.0 - math.log(290), abs=1e-4)
 
@@ -111,8 +111,8 @@ def test_temperatures_without_one_among_them():
     """Log-probabilities and the chosen one's are at T = 1 all the same."""
     target = teacher(7, 90)
     labels = labels_of(target)
-    with_one = signal_of(Format("top_k", 90, k=8, temperatures=(1.0, 2.0)), target, labels, None)
-    without = signal_of(Format("top_k", 90, k=8, temperatures=(2.0,)), target, labels, None)
+    with_one = TopK(90, k=8, temperatures=(1.0, 2.0)).compute(target, labels)
+    without = TopK(90, k=8, temperatures=(2.0,)).compute(target, labels)
     for name in ("ids", "token_logprobs", "logprobs"):
         np.testing.assert_allclose(with_one[name], without[name], atol=1e-6)
     np.testing.assert_array_equal(with_one["odds"][:, 1:], without["odds"])
@@ -120,7 +120,7 @@ def test_temperatures_without_one_among_them():
 
 def test_no_rest_when_everything_is_kept():
     target = teacher(4, 30)
-    found = signal_of(Format("top_k", 30, k=30), target, labels_of(target), None)
+    found = TopK(30, k=30).compute(target, labels_of(target))
     assert np.isneginf(found["odds"]).all()
     np.testing.assert_allclose(np.exp(found["logprobs"]).sum(-1), 1.0, atol=1e-5)
 
@@ -139,7 +139,7 @@ def test_draws_are_the_inverse_of_the_cumulative_distribution(vocabulary):
     target = teacher(30, vocabulary)
     random = np.random.default_rng(0).random((30, 40))
     random[0, :2] = 0.0, 1 - 2**-53
-    found = signal_of(Format("sampled", vocabulary, num_samples=40), target, labels_of(target), random)
+    found = Sampled(vocabulary, num_samples=40).compute(target, labels_of(target), random)
     ids, distance = naive_draws(whole_logits(target), random)
     clear = distance > 1e-6
     assert clear.mean() > 0.99
@@ -154,7 +154,7 @@ def test_draws_follow_the_distribution():
     vocabulary, draws = 150, 200_000
     target = teacher(3, vocabulary, seed=4, logit_scale=0.5)
     random = np.stack([uniforms(0, f"{row:032x}", 1, draws)[0] for row in range(3)])
-    found = signal_of(Format("sampled", vocabulary, num_samples=draws), target, labels_of(target), random)
+    found = Sampled(vocabulary, num_samples=draws).compute(target, labels_of(target), random)
     for row, p in zip(found["samples"], whole_logits(target).softmax(-1).numpy(), strict=True):
         cells = p * draws >= 5
         counts = np.bincount(row, minlength=vocabulary)
@@ -172,7 +172,7 @@ def test_ids_without_mass_are_never_drawn_and_the_entropy_is_a_number():
     target = DenseTarget(hidden=torch.zeros(2, 3), weight=torch.zeros(130, 3), bias=bias)
     random = np.random.default_rng(1).random((2, 3000))
     random[0, :2] = 0.0, 1 - 2**-53
-    found = signal_of(Format("sampled", 130, num_samples=3000), target, torch.zeros(2, dtype=torch.int64), random)
+    found = Sampled(130, num_samples=3000).compute(target, torch.zeros(2, dtype=torch.int64), random)
     assert set(np.unique(found["samples"])) == {3, 64, 129}
     p = bias.double().softmax(-1)[[3, 64, 129]]
     np.testing.assert_allclose(found["entropy"], -(p * p.log()).sum().item(), rtol=1e-5)
@@ -193,14 +193,14 @@ def test_neither_batches_nor_blocks_change_the_signal(kind, monkeypatch):
     vocabulary = 64 * COLUMNS + 3
     target = teacher(23, vocabulary)
     labels = labels_of(target)
-    form = Format(kind, vocabulary, k=12, num_samples=30, temperatures=(1.0, 2.0) if kind == "top_k" else (1.0,))
+    form = KINDS[kind](vocabulary, k=12, num_samples=30, temperatures=(1.0, 2.0) if kind == "top_k" else (1.0,))
     random = uniforms(5, "c" * 32, 23, 30) if kind == "sampled" else None
-    whole = signal_of(form, target, labels, random)
+    whole = form.compute(target, labels, random)
     monkeypatch.setattr(signal, "PRODUCT_BYTES", 7 * 4 * vocabulary)
     monkeypatch.setattr(signal, "BLOCK_BYTES", 3 * 4 * vocabulary)
-    in_blocks = signal_of(form, target, labels, random)
+    in_blocks = form.compute(target, labels, random)
     rows = [torch.arange(i, min(i + 4, 23)) for i in range(0, 23, 4)]
-    parts = [signal_of(form, target.select(at), labels[at], None if random is None else random[at]) for at in rows]
+    parts = [form.compute(target.select(at), labels[at], None if random is None else random[at]) for at in rows]
     for name, values in whole.items():
         for other in (in_blocks[name], np.concatenate([part[name] for part in parts])):
             if values.dtype.kind == "i":
@@ -227,10 +227,10 @@ def test_logits_of_all_rows_never_exist(kind, monkeypatch):
     monkeypatch.setattr(signal, "PRODUCT_BYTES", 8 * 4 * vocabulary)
     monkeypatch.setattr(signal, "BLOCK_BYTES", 2 * 4 * vocabulary)
     target = teacher(rows, vocabulary)
-    form = Format(kind, vocabulary, k=10, num_samples=20, width=12)
+    form = KINDS[kind](vocabulary, k=10, num_samples=20, width=12)
     random = np.random.default_rng(0).random((rows, 20)) if kind == "sampled" else None
     with LargestTensor() as seen:
-        signal_of(form, target, labels_of(target), random)
+        form.compute(target, labels_of(target), random)
     assert seen.elements <= max(8 * vocabulary, target.weight.numel(), 2 * 20 * COLUMNS)
     assert seen.elements < rows * vocabulary / 10
 
@@ -238,6 +238,6 @@ def test_logits_of_all_rows_never_exist(kind, monkeypatch):
 def test_hidden_states_are_kept_in_the_format_s_own_type():
     """A model whose last norm is in float32 and whose weights are not: what is stored is what the manifest says."""
     target = teacher(4, 20)
-    found = signal_of(Format("hidden", 20, width=12, dtype="bfloat16"), target, labels_of(target), None)
+    found = Hidden(20, width=12, dtype="bfloat16").compute(target, labels_of(target))
     assert found["hidden"].dtype == np.uint16
     assert torch.equal(torch.from_numpy(found["hidden"]).view(torch.bfloat16), target.hidden.bfloat16())

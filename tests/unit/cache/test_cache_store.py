@@ -20,9 +20,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from read_rows import read_token_logprobs
 
 from potstill.cache import store
-from potstill.cache.codec import Format, encode, pack, read_token_logprobs, to_bytes, unpack
+from potstill.cache.codec import pack, unpack
+from potstill.cache.document import to_bytes
+from potstill.cache.kinds import Hidden, Sampled, SignalKind, TokenLogprobs, TopK, _at_ids, share_that_differs
 from potstill.cache.manifest import signal_keys
 from potstill.cache.shard import open_shard
 from potstill.cache.store import (
@@ -34,11 +37,11 @@ from potstill.cache.store import (
     read_manifest,
     shard_names,
 )
-from potstill.cache.verify import _at_ids, share_that_differs, verify
+from potstill.cache.verify import verify
 from potstill.files import MANIFEST, UNFINISHED
 from potstill.types import PotstillError
 
-FORM = Format("token_logprobs", 500)
+FORM = TokenLogprobs(500)
 IDENTITY = {
     "kind": "token_logprobs",
     "signal": signal_keys(FORM),
@@ -59,7 +62,7 @@ def document(number: int) -> tuple[int, bytes]:
     predicted = np.arange(tokens) > 0
     signal = {"token_logprobs": np.full(tokens - 1, -number / 64)}
     ids = np.arange(tokens) + number % 400
-    return tokens, to_bytes(FORM, ids, np.arange(tokens), predicted, encode(FORM, signal))
+    return tokens, to_bytes(FORM, ids, np.arange(tokens), predicted, FORM.encode(signal))
 
 
 def number_of(read) -> int:
@@ -774,20 +777,20 @@ def test_a_document_with_an_id_beyond_the_vocabulary(folder):
     writer = Writer(folder)
     predicted = np.array([False, True])
     data = to_bytes(
-        FORM, np.array([1, 505]), np.array([1, 2]), predicted, encode(FORM, {"token_logprobs": np.array([-1.0])})
+        FORM, np.array([1, 505]), np.array([1, 2]), predicted, FORM.encode({"token_logprobs": np.array([-1.0])})
     )
     writer.add(key_of(0), 2, data)
     writer.flush()
     assert [line.split(": ")[1] for line in verify(folder).damage] == [
-        f"document {key_of(0)} has an id beyond the vocabulary"
+        f"document {key_of(0)} has the id 505, and the teacher has 500 ids"
     ]
 
 
-def one_document(folder: Path, form: Format, predicted, signal) -> list[str]:
+def one_document(folder: Path, form: SignalKind, predicted, signal) -> list[str]:
     """What verify says of a cache with one document of three tokens, without the names."""
     create(folder, {**IDENTITY, "kind": form.kind, "signal": signal_keys(form)}, fill)
     writer = Writer(folder)
-    streams = encode(form, {name: np.asarray(value) for name, value in signal.items()})
+    streams = form.encode({name: np.asarray(value) for name, value in signal.items()})
     writer.add(key_of(0), 3, to_bytes(form, np.arange(3), np.arange(3), np.array(predicted), streams))
     writer.flush()
     return [
@@ -798,7 +801,7 @@ def one_document(folder: Path, form: Format, predicted, signal) -> list[str]:
 
 
 def test_verify_finds_what_no_teacher_says_whatever_the_checksums(tmp_path):
-    top = Format("top_k", 500, k=3)
+    top = TopK(500, k=3)
     rows = {"logprobs": [[-1.0, -2, -3]] * 2, "odds": [[0.5]] * 2, "token_logprobs": [-1.0] * 2}
     predicted = [False, True, True]
     assert one_document(tmp_path / "a", top, predicted, {**rows, "ids": [[1, 2, 3], [3, 2, 1]]}) == []
@@ -808,19 +811,19 @@ def test_verify_finds_what_no_teacher_says_whatever_the_checksums(tmp_path):
     assert one_document(tmp_path / "c", top, predicted, beyond) == ["the id 511, and the teacher has 500 ids"]
     first = {**rows, "ids": [[1, 2, 3], [3, 2, 1]]}
     assert one_document(tmp_path / "d", top, [True, True, False], first) == ["a prediction of its first token"]
-    drawn = Format("sampled", 500, num_samples=4)
+    drawn = Sampled(500, num_samples=4)
     good = {"samples": [[1, 1, 5, 9], [2, 2, 2, 2]], "entropy": [1.0, 0.0]}
     assert one_document(tmp_path / "e", drawn, predicted, good) == []
     mixed = {**good, "samples": [[1, 5, 1, 9], [2, 2, 2, 510]]}
     assert one_document(tmp_path / "f", drawn, predicted, mixed) == [
-        "an id beyond the vocabulary",
+        "the id 510, and the teacher has 500 ids",
         "draws that are not in the order of their ids",
     ]
     states = np.array([[1.0, 2.0], [3.0, np.inf]], np.float32)
     for number, dtype in enumerate(("float32", "float16", "bfloat16")):
         hidden = torch.from_numpy(states).to(getattr(torch, dtype))
         stored = (hidden.view(torch.uint16) if dtype == "bfloat16" else hidden).numpy()
-        form = Format("hidden", 500, width=2, dtype=dtype)
+        form = Hidden(500, width=2, dtype=dtype)
         said = one_document(tmp_path / f"g{number}", form, predicted, {"hidden": stored})
         assert said == ["hidden states that are not finite"]
 
@@ -853,7 +856,7 @@ def test_verify_compares_values_id_by_id():
 
 @pytest.mark.parametrize("draw", [505, 7], ids=["beyond the vocabulary", "an entry"])
 def test_draws_from_the_rest_that_cannot_be(tmp_path, draw):
-    form = Format("top_k", 500, k=2, tail_samples=3)
+    form = TopK(500, k=2, tail_samples=3)
     create(tmp_path / "cache", {**IDENTITY, "kind": "top_k", "signal": signal_keys(form)}, fill)
     signal = {
         "ids": np.array([[7, 8]]),
@@ -865,11 +868,11 @@ def test_draws_from_the_rest_that_cannot_be(tmp_path, draw):
     }
     for number, drawn in enumerate((signal["tail_samples"], np.array([[9, draw, 11]]))):
         writer = Writer(tmp_path / "cache")
-        streams = encode(form, {**signal, "tail_samples": drawn})
+        streams = form.encode({**signal, "tail_samples": drawn})
         writer.add(key_of(number), 2, to_bytes(form, np.arange(2), np.arange(2), np.arange(2) > 0, streams))
         writer.flush()
     (what,) = verify(tmp_path / "cache").damage
-    says = "an id beyond the vocabulary" if draw == 505 else "draws from the rest that are not of the rest"
+    says = "the id 505, and the teacher has 500 ids" if draw == 505 else "draws from the rest that are not of the rest"
     assert what.endswith(f"document {key_of(1)} has {says}")
 
 

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from read_rows import read_sampled, read_top_k
 
 import potstill
 from potstill.cache.build import build
-from potstill.cache.codec import Format, encode, from_bytes, read_sampled, read_top_k, to_bytes
 from potstill.cache.convert import convert_cache
+from potstill.cache.document import from_bytes, to_bytes
+from potstill.cache.kinds import KINDS
 from potstill.cache.manifest import identity_of, part, read_manifest
 from potstill.cache.reader import load_head
 from potstill.cache.shard import open_shard
@@ -412,7 +414,7 @@ def test_fuzzed_shards_are_read_as_safetensors_reads_them_or_not_at_all(made, tm
 @pytest.mark.parametrize("kind", ["top_k", "sampled", "hidden", "token_logprobs"])
 def test_documents_of_fuzzed_bytes_are_read_or_one_sentence(kind):
     """Whoever makes a shard makes its checksums too."""
-    form = Format(kind, 300, k=6, num_samples=5, width=3, temperatures=(1.0,))
+    form = KINDS[kind](300, k=6, num_samples=5, width=3, temperatures=(1.0,))
     random_numbers = np.random.default_rng(0)
     signal = {
         "ids": np.argsort(random_numbers.random((9, 300)), -1)[:, :6],
@@ -424,7 +426,7 @@ def test_documents_of_fuzzed_bytes_are_read_or_one_sentence(kind):
         "hidden": random_numbers.random((9, 3)).astype(np.float32),
     }
     ids, ends, predicted = np.arange(10), np.cumsum(np.arange(10)), np.arange(10) > 0
-    good = to_bytes(form, ids, ends, predicted, encode(form, signal))
+    good = to_bytes(form, ids, ends, predicted, form.encode(signal))
     for seed in range(400):
         generator = random.Random(seed)
         data = bytearray(good)

@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from read_rows import read_tail_samples, read_top_k
 
-from potstill.cache.codec import Format, encode, from_bytes, read_tail_samples, read_top_k, to_bytes
-from potstill.cache.signal import signal_of, uniforms
+from potstill.cache.document import from_bytes, to_bytes
+from potstill.cache.kinds import TopK
+from potstill.cache.signal import uniforms
 from potstill.losses import DenseTarget, TopKTarget, compare_rows, fused_linear_kd
 
 ROWS, WIDTH, IDS, KEPT = 6, 5, 40, 7
@@ -104,10 +106,9 @@ def test_padded_ids_and_logged_numbers():
 
 def test_they_go_through_a_cache_s_bytes():
     _, _, logp, _ = case(4, torch.float32)
-    form = Format("top_k", IDS, k=KEPT, tail_samples=11)
-    found = signal_of(
-        form, DenseTarget(logits=logp, hidden=logp), torch.zeros(ROWS, dtype=torch.int64), uniforms(0, "key", ROWS, 11)
-    )
+    form = TopK(IDS, k=KEPT, tail_samples=11)
+    target = DenseTarget(logits=logp, hidden=logp)
+    found = form.compute(target, torch.zeros(ROWS, dtype=torch.int64), uniforms(0, "key", ROWS, 11))
     kept = logp.topk(KEPT, -1).indices
     assert not (torch.from_numpy(found["tail_samples"]).long()[:, :, None] == kept[:, None, :]).any()
     inside = logp.exp().scatter(-1, kept, 0.0)
@@ -115,7 +116,7 @@ def test_they_go_through_a_cache_s_bytes():
     entropy = -(share * share.clamp(min=1e-38).log()).sum(-1)
     torch.testing.assert_close(torch.from_numpy(found["tail_entropy"]), entropy, rtol=0, atol=1e-5)
     predicted = np.array([False] + [True] * ROWS)
-    data = to_bytes(form, np.arange(ROWS + 1), np.arange(ROWS + 1), predicted, encode(form, found))
+    data = to_bytes(form, np.arange(ROWS + 1), np.arange(ROWS + 1), predicted, form.encode(found))
     document = from_bytes(form, np.frombuffer(data, dtype=np.uint8), ROWS + 1)
     rest, read_entropy = read_tail_samples([(document, np.arange(ROWS))])
     assert np.array_equal(rest, found["tail_samples"])

@@ -34,19 +34,19 @@ from tiny import CPU, examples, tiny
 from tiny_models import make_model
 
 import potstill
-from potstill.cache.codec import Format
+from potstill.cache.kinds import Given, Hidden, Sampled, SignalKind, TokenLogprobs, TopK
 from potstill.cache.origin import format_of, identity_of_model, signal_of_examples
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.models import LanguageModel, load_teacher
 from potstill.serving import http as connection
 from potstill.serving.batching import Busy, Job, Scorer
-from potstill.serving.protocol import Question, check_signal, read_answer, read_question, write_question
+from potstill.serving.protocol import Question, read_answer, read_question, write_question
 from potstill.serving.server import ServeOptions, Service, application
 from potstill.teachers.open import open_teachers
 from potstill.teachers.remote import open_server
 from potstill.types import PotstillError
 
-TOP = Format("top_k", 2048, k=8, temperatures=(1.0, 2.0))
+TOP = TopK(2048, k=8, temperatures=(1.0, 2.0))
 TOKEN = {"POTSTILL_TEST_TOKEN": "open-sesame\n"}  # as `$(cat file)` would not leave it, and a file of Docker's does
 AUTH = {"authorization": "Bearer open-sesame"}
 
@@ -107,12 +107,12 @@ def test_with_a_token_it_answers_to_any_name(served):
     "form",
     [
         TOP,
-        Format("top_k", 1000, k=1000),
-        Format("top_k", 2048, k=4, tail_samples=6, seed=3),
-        Format("sampled", 2048, num_samples=9, seed=1),
-        Format("token_logprobs", 2048),
-        Format("hidden", 2048, width=32),
-        Format("given", 2048, k=5, temperatures=(0.5,)),
+        TopK(1000, k=1000),
+        TopK(2048, k=4, tail_samples=6, seed=3),
+        Sampled(2048, num_samples=9, seed=1),
+        TokenLogprobs(2048),
+        Hidden(2048, width=32),
+        Given(2048, k=5, temperatures=(0.5,)),
     ],
     ids=lambda form: f"{form.kind}-{form.k}",
 )
@@ -143,7 +143,7 @@ def test_what_it_refuses(served):
         answer = httpx.post(f"{served.address}/score", content=body, headers={**AUTH, **headers})
         return answer.status_code, answer.json()["error"]
 
-    def asked(form: Format = TOP, lengths: tuple[int, ...] = (9, 12), **arrays: Any) -> bytes:
+    def asked(form: SignalKind = TOP, lengths: tuple[int, ...] = (9, 12), **arrays: Any) -> bytes:
         body = write_question(Question(form, examples(lengths)))
         if not arrays:
             return body
@@ -156,18 +156,15 @@ def test_what_it_refuses(served):
     assert code == 413 and "larger than 0.05 MB" in words
     assert httpx.post(f"{served.address}/score", content=iter([b"x" * 60_000]), headers=AUTH).status_code == 413
     assert post(asked(lengths=(101,))) == (400, "a document has 101 tokens, and this server scores up to 100")
-    assert (
-        post(asked(Format("top_k", 4096, k=4)))[1]
-        == "probabilities over 4096 ids were asked for, and the model has 2048"
-    )
-    assert post(asked(Format("top_k", 2048, k=3000)))[0] == 400
-    assert "there is no kind 'nonsense'" in post(asked(Format("nonsense", 2048)))[1]
-    assert "hidden states of width 7" in post(asked(Format("hidden", 2048, width=7)))[1]
+    assert post(asked(TopK(4096, k=4)))[1] == "probabilities over 4096 ids were asked for, and the model has 2048"
+    assert "hidden states of width 7" in post(asked(Hidden(2048, width=7)))[1]
     assert "ids must be from 0 to 2047; there is -1" in post(asked(ids=np.full(21, -1, np.int32)))[1]
     assert "int32" in post(asked(ids=np.zeros(21, np.int64)))[1]
     assert "lengths must sum" in post(asked(lengths_=np.array([9, 13], np.int32)))[1]
     assert "its first one cannot be" in post(asked(predicted=np.ones(21, np.uint8)))[1]
     for odd in (
+        {"kind": "nonsense"},
+        {"k": 3000},
         {"dtype": ["float32"]},
         {"num_samples": 4},
         {"tail_samples": -1},
@@ -182,9 +179,10 @@ def test_what_it_refuses(served):
         about["format"] = json.dumps({**json.loads(about["format"]), **odd})
         code, words = post(safetensors.numpy.save(safetensors.numpy.load(body), metadata=about))
         assert code == 400 and "format" in words, odd
-    assert "given must be int32" in post(asked(Format("given", 2048, k=3)))[1]
+        assert "kind" not in odd or words == "format: there is no kind 'nonsense'"
+    assert "given must be int32" in post(asked(Given(2048, k=3)))[1]
     twice = np.tile(np.array([5, 6, 5], np.int32), (sum(e.supervised_tokens for e in examples((9, 12))), 1))
-    assert post(asked(Format("given", 2048, k=3), given=twice)) == (400, "given has an id twice for one token")
+    assert post(asked(Given(2048, k=3), given=twice)) == (400, "given has an id twice for one token")
     body = asked()
     for key, text in (("keys", "[" * 100_000), ("format", '{"temperatures": [1' + "0" * 400 + "]}")):
         about = {"format": "{}", "keys": "[]", key: text}
@@ -223,7 +221,7 @@ def test_concurrent_requests_share_forward_passes(teacher):
 
 def test_sigterm_ends_it_after_what_is_under_way(tiny_teacher):
     server = Served(tiny_teacher, "--batch-tokens", 256)
-    body = write_question(Question(Format("top_k", 2048, k=512), examples([120] * 100)))
+    body = write_question(Question(TopK(2048, k=512), examples([120] * 100)))
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(httpx.post, f"{server.address}/score", content=body, timeout=120)
         while not metrics(server.address)["potstill_batch_documents_count"]:
@@ -276,7 +274,7 @@ def test_requests_larger_than_the_server_takes_are_split(served, teacher, monkey
         TeacherConfig.model_validate({"server": served.address, "remote": {"api_key_env": "RIGHT"}}), "t"
     )
     some = examples([90] * 40)
-    form = Format("given", 2048, k=64)
+    form = Given(2048, k=64)
     wanted = [np.tile(np.arange(64, dtype=np.int32), (e.supervised_tokens, 1)) for e in some]
     found = origin.score(form, some, wanted)()
     expected = signal_of_examples(teacher, form, some, wanted)
@@ -288,15 +286,15 @@ def test_answers_larger_than_the_server_gives(teacher):
     """A document alone is refused; of several, the client asks for parts."""
     scorer = Scorer(teacher, 4096, most_bytes=20_000)
     service = Service(scorer, identity_of_model(teacher, "t"), None, ServeOptions("", 0, None, 16.0, None, None))
-    form, some = Format("top_k", 2048, k=8), examples([30] * 40)
+    form, some = TopK(2048, k=8), examples([30] * 40)
     with Threaded(application(service)) as server:
         origin = open_server(TeacherConfig.model_validate({"server": server.address, "remote": {"k": 8}}), "t")
         found = origin.score(form, some)()
         expected = signal_of_examples(teacher, form, some)
         assert np.allclose(np.concatenate([part["logprobs"] for part in found]), expected["logprobs"], atol=2e-5)
         with pytest.raises(PotstillError, match=r"\(413\): the answer would be 0\.\d+ MB, .*\(--max-answer-mb\)"):
-            origin.score(Format("top_k", 2048, k=512), examples([30]))()
-        many = write_question(Question(Format("token_logprobs", 2048), [replace(examples([100])[0], key="k")] * 11_000))
+            origin.score(TopK(2048, k=512), examples([30]))()
+        many = write_question(Question(TokenLogprobs(2048), [replace(examples([100])[0], key="k")] * 11_000))
         answer = httpx.post(f"{server.address}/score", content=many, timeout=60)
         assert answer.status_code == 413 and "takes 1,048,576 at once" in answer.json()["error"]
         origin.close()
@@ -450,7 +448,7 @@ def test_no_body_breaks_the_reader(junk: bytes, at: int, value: int) -> None:
 def test_a_question_comes_through_whole() -> None:
     some = examples([9, 12, 30])
     wanted = [np.tile(np.array([7, 3, 9], np.int32), (e.supervised_tokens, 1)) for e in some]
-    form = Format("given", 2048, k=3, temperatures=(1.5,))
+    form = Given(2048, k=3, temperatures=(1.5,))
     again = read_question(write_question(Question(form, some, wanted)))
     assert again.form == form and [e.key for e in again.examples] == [e.key for e in some]
     for a, b in zip(again.examples, some, strict=True):
@@ -496,14 +494,14 @@ LIES = {
     "shape": (changed(ids=lambda x: x[:-1], logprobs=lambda x: x[:-1]), r"ids is int32 \[\d+, 8\] where int32"),
     "dtype": (changed(logprobs=lambda x: x.astype(np.float64)), "logprobs is float64"),
     "nan": (changed(token_logprobs=poked(float("nan"))), "token_logprobs that are no numbers"),
-    "ids": (changed(ids=poked(5000)), "ids has id 5000 of 2048"),
-    "negative ids": (changed(ids=poked(-1)), "ids has id -1 of 2048"),
-    "twice": (changed(ids=lambda x: np.repeat(x[:, :1], 8, 1)), "an id is twice among the top k"),
+    "ids": (changed(ids=poked(5000)), "the id 5000, and the teacher has 2048 ids"),
+    "negative ids": (changed(ids=poked(-1)), "the id -1, and the teacher has 2048 ids"),
+    "twice": (changed(ids=lambda x: np.repeat(x[:, :1], 8, 1)), r"the id \d+ twice at one token"),
     "order": (changed(logprobs=lambda x: x[:, ::-1]), "not in order"),
     "mass": (changed(logprobs=lambda x: x + 1.0), "above 0|sum to"),
     "too much": (changed(logprobs=lambda x: np.minimum(x + 0.4, -0.01)), "sum to"),
     "odds": (changed(odds=lambda x: x + 2.0), "of the rest sum to"),
-    "positive": (changed(token_logprobs=poked(0.5)), "token_logprobs has a log-probability of 0.5"),
+    "positive": (changed(token_logprobs=poked(0.5)), "token_logprobs with a log-probability of 0.5"),
     "other arrays": (lambda body, headers: (safetensors.numpy.save({"x": np.zeros(3)}), headers), "it has x where"),
     "no safetensors": (lambda body, headers: (b"<html>", headers), "no safetensors body"),
     "nothing": (lambda body, headers: (b"", headers), "no safetensors body"),
@@ -614,13 +612,13 @@ def test_hidden_states_that_are_not_finite(honest, student, data):
             found.prepare(batches_of(data, student)[0])
         found.close()
     for bits, sound in ((0x7F80, False), (0xFFC0, False), (0x7F7F, True), (0x0000, True)):
-        form = Format("hidden", 2048, width=2, dtype="bfloat16")
+        form = Hidden(2048, width=2, dtype="bfloat16")
         signal = {"hidden": np.full((1, 2), bits, np.uint16)}
         if sound:
-            check_signal(signal, form, 1)
+            form.check(signal, 1)
         else:
             with pytest.raises(ValueError, match="not finite"):
-                check_signal(signal, form, 1)
+                form.check(signal, 1)
 
 
 def test_no_step_is_taken_with_a_lie(honest, data, tmp_path):

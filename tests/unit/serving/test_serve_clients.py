@@ -21,7 +21,7 @@ from served import Served
 from threaded import Threaded
 from tiny import CPU, examples
 
-from potstill.cache.codec import Format
+from potstill.cache.kinds import TokenLogprobs, TopK
 from potstill.cache.origin import identity_of_model
 from potstill.config import TeacherConfig
 from potstill.models import LanguageModel, load_teacher
@@ -32,7 +32,7 @@ from potstill.serving.server import PIECE, ServeOptions, Service, application, s
 from potstill.teachers.remote import open_server
 from potstill.types import PotstillError
 
-ALL = Format("top_k", 2048, k=2048)
+ALL = TopK(2048, k=2048)
 SECONDS = 60.0  # that anything here may take
 CLIENT = httpx.Client(
     timeout=SECONDS, limits=httpx.Limits(max_keepalive_connections=0)
@@ -367,13 +367,13 @@ def test_a_header_beyond_all_bounds_is_not_read() -> None:
     large = (2**22 + 8).to_bytes(8, "little") + body[8 : 8 + length] + b" " * (2**22 + 8 - length) + body[8 + length :]
     with pytest.raises(ValueError, match="its header has more than 4,194,304 bytes"):
         read_question(large)
-    many = Question(Format("token_logprobs", 2048), examples([2]) * 16_385)
+    many = Question(TokenLogprobs(2048), examples([2]) * 16_385)
     with pytest.raises(ValueError, match="there are 16,385 documents, and a request has up to 16,384"):
         read_question(write_question(many))
 
 
 def test_an_answer_in_parts_is_a_safetensors_body(tiny_teacher: Path) -> None:
-    form = Format("top_k", 9, k=3)
+    form = TopK(9, k=3)
     rows = np.log(np.full((4, 3), 1 / 9, np.float32))
     signal = {
         "ids": np.tile(np.arange(3, dtype=np.int32), (4, 1)),

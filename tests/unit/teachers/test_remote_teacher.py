@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from read_rows import read_hidden, read_sampled, read_tail_samples, read_top_k
 from taught import answers, batches_of, data_of, relative, step, targets_of, write_files
 from threaded import Threaded, Together
 from tiny import CPU, LLAMA, batch_of, tiny
@@ -23,7 +24,6 @@ from tiny_models import make_model
 import potstill
 from potstill.cache.build import build
 from potstill.cache.origin import LiveOrigin, identity_of_model
-from potstill.cache.scored import read_hidden, read_sampled, read_tail_samples, read_top_k
 from potstill.cache.store import Cache
 from potstill.config import DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
 from potstill.data import Feed, StepBatches, without

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from read_rows import read_sampled, read_top_k
 from taught import KD, batches_of, builder, data_of, relative, sentence, step, targets_of, write_files
 from tiny import CPU, tiny
 from tiny_models import TOKENIZER, make_model, write_jsonl
 
 import potstill
 from potstill.cache.build import CacheWriter, build
-from potstill.cache.codec import read_sampled, read_top_k
 from potstill.cache.origin import format_of
 from potstill.cache.reader import CacheReader, load_head
 from potstill.cache.reading import examples_of, weights_fingerprint
