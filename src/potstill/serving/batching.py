@@ -52,11 +52,11 @@ class Job:
 
     def __init__(self, question: Question) -> None:
         self.question, self.answer = question, Future[Signal]()
-        tasks = [Task(self, number) for number in range(len(question.examples))]
-        self.waiting = deque(sorted(tasks, key=lambda task: task.length))
-        self.left = question.tokens  # that wait
+        lengths = [len(example.ids) for example in question.examples]
+        self.waiting = deque(sorted(range(len(lengths)), key=lengths.__getitem__))  # documents, by their numbers
+        self.left = sum(lengths)  # tokens that wait
         self._starts = np.cumsum([0, *(example.supervised_tokens for example in question.examples)]).tolist()
-        self._missing = len(tasks)
+        self._missing = len(lengths)
         # The answer's own arrays: as many bytes as were reserved for it, and nothing of a batch is kept beyond them.
         shapes = question.form.layout().items()
         self._rows = {name: np.empty((self._starts[-1], *shape), dtype) for name, (shape, dtype) in shapes}
@@ -64,11 +64,10 @@ class Job:
     def take(self, tokens: int) -> Iterator[Task]:
         """Its next documents, as many as fit, and at least one."""
         first = True
-        while self.waiting and (first or self.waiting[0].length <= tokens):
-            task = self.waiting.popleft()
-            tokens -= task.length
+        while self.waiting and (first or Task(self, self.waiting[0]).length <= tokens):
+            task = Task(self, self.waiting.popleft())
+            tokens, first = tokens - task.length, False
             self.left -= task.length
-            first = False
             yield task
 
     def put(self, number: int, part: dict[str, npt.NDArray[Any]]) -> None:

@@ -277,10 +277,8 @@ class Service:
         if job.answer.cancelled():
             return _error(499, "the client has gone")
         if (error := job.answer.exception()) is not None:
-            unsound = isinstance(error, PotstillError)
-            return (
-                _error(422, str(error)) if unsound else _error(500, f"scoring failed ({type(error).__name__}: {error})")
-            )
+            failed = (500, f"scoring failed ({type(error).__name__}: {error})")
+            return _error(*((422, str(error)) if isinstance(error, PotstillError) else failed))
         parts = protocol.write_answer(job.answer.result())
         self._bytes["out"] += sum(map(len, parts))
         return streamed(parts, self._headers, left=hold.shrink)
