@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import re
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -355,6 +357,29 @@ def test_what_waits_when_the_server_ends_is_not_computed(teacher):
     assert len(scorer.seen) == 1 and [isinstance(found, RuntimeError) for found in done] == [True] * 4 + [False]
     with pytest.raises(Busy, match="the server ends"):
         scorer.submit(Job(Question(TOP, examples([60]))))
+
+
+def test_what_is_dropped_is_let_go_of_at_once(teacher):
+    """Also what has had its turn: nobody waits for the garbage collector, for the arrays may be large."""
+    scorer = Paced(teacher, 64)
+    jobs = [Job(Question(TOP, examples([60] * 3))) for _ in range(2)]
+    gone = [weakref.ref(job) for job in jobs]
+    gc.collect()
+    gc.disable()
+    try:
+        for job in jobs:
+            scorer.submit(job)
+        while scorer.waiting != 2 or len(jobs[0].waiting) != 2:
+            time.sleep(0.01)
+        for job in jobs:
+            scorer.drop(job)
+        del job, jobs
+        assert gone[1]() is None and gone[0]() is not None  # of the first, a document is being scored
+        scorer.go.release()
+        scorer.close()
+        assert gone[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_handler_that_is_cancelled_abandons_its_job(teacher):
