@@ -46,14 +46,13 @@ class ChunkView:
         rows = first[owner] + 1 + step
         teacher_owner, teacher_step = expanded(t1 - t0 - 1)
         place = t0[teacher_owner] + 1 + teacher_step
-        begins, others = kept.teacher_token(np.arange(len(t0)), t0), kept.teacher_token(teacher_owner, place)
         whole = self.config.method != "span_likelihood"
         known = np.zeros(batch.supervised_tokens, dtype=np.bool_)
         known[first] = known[rows] = True
         return ChunkPlan(
             asked=(
-                Asked(kept.document, t0, begins, distribution=whole, token_logprobs=True),
-                Asked(kept.document[teacher_owner], place, others, distribution=False, token_logprobs=True),
+                Asked.of(read, kept.document, t0, distribution=whole, token_logprobs=True),
+                Asked.of(read, kept.document[teacher_owner], place, distribution=False, token_logprobs=True),
             ),
             known=None if known.all() else known,
             counts=kept.counts,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from potstill.losses import label_logprobs
-from potstill.teachers.protocols import Asked, Ints, Plan, Signal
-from potstill.teachers.tokenizer_pair import NONE, TokenizerPair, aligned_chunks, expanded
+from potstill.teachers.protocols import NONE, Asked, Ints, Plan, Signal, flat_places
+from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks, expanded
 from potstill.text import TokenTable
 from potstill.text.tokens import BYTE, TEXT
 from potstill.types import Batch, DenseTarget, Example, Spelling, Target, TopKTarget
@@ -45,12 +45,13 @@ class PrefixMarginalView:
         theirs, their_step = expanded(t1 - t0)
         rows = kept.first[ours] + step
         labels = np.concatenate([NONE, *(example.ids[example.supervised] for example in batch.examples)])
-        place = t0[theirs] + their_step
-        token = kept.teacher_token(theirs, place)
+        asked = Asked.of(read, kept.document[theirs], t0[theirs] + their_step, token_logprobs=True)
+        token = asked.token
         # A prefix that a tokenizer made up has no bytes.
-        our_places = _flat(batch.examples, kept.document[ours], s0[ours] + step)
+        our_places = flat_places(batch.examples, kept.document[ours], s0[ours] + step)
+        their_places = flat_places(read, asked.document, asked.place)
         our_dummy = _dummies(pair.student, [e.ids for e in batch.examples])[our_places]
-        their_dummy = _dummies(pair.teacher, [e.ids for e in read])[_flat(read, kept.document[theirs], place)]
+        their_dummy = _dummies(pair.teacher, [e.ids for e in read])[their_places]
         own, their_own = _lengths(pair.student, labels[rows]), _lengths(pair.teacher, token)
         lengths, their_lengths = own - our_dummy, their_own - their_dummy
         begins, size = _begins(lengths, ours, s0)
@@ -74,7 +75,7 @@ class PrefixMarginalView:
         for out, values in zip(filled, (answer, node, usual), strict=True):
             out[rows[fits]] = values[fits]
         return PrefixMarginalPlan(
-            asked=[Asked(kept.document[theirs], place, token, token_logprobs=True)],
+            asked=[asked],
             known=None if len(known) and known.all() else known,
             counts=kept.counts,
             view=self,
@@ -192,11 +193,6 @@ def _dummies(table: TokenTable, sequences: Sequence[npt.NDArray[Any]]) -> npt.ND
     """Which tokens of all sequences, one after the other, hold a made-up prefix."""
     flat = np.concatenate([np.zeros(0, dtype=np.int64), *(np.minimum(ids, len(table) - 1) for ids in sequences)])
     return table.dummies(flat.astype(np.int64), np.cumsum([0, *map(len, sequences)])[:-1])
-
-
-def _flat(examples: Sequence[Example], document: Ints, place: Ints) -> Ints:
-    """Places in documents as places among the tokens of all of them."""
-    return np.cumsum([0, *(len(example.ids) for example in examples)])[document] + place
 
 
 def _lengths(table: TokenTable, ids: Ints) -> Ints:

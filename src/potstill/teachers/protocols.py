@@ -20,6 +20,7 @@ from potstill.cache.document import Document
 from potstill.types import Batch, DenseTarget, Example, SampledTarget, Target, TopKTarget
 
 Ints = npt.NDArray[np.int64]
+NONE: Ints = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,16 @@ class Asked:
     token: Ints  # [U]; … and which they are
     distribution: bool = True  # what else could have stood there is asked for
     token_logprobs: bool = False  # how likely these tokens were is asked for, where the distribution does not tell
+
+    @classmethod
+    def of(cls, read: Sequence[Example], document: Ints, place: Ints, **what: bool) -> Asked:
+        ids = np.concatenate([NONE, *(example.ids for example in read)])
+        return cls(document, place, ids[flat_places(read, document, place)].astype(np.int64), **what)
+
+
+def flat_places(examples: Sequence[Example], document: Ints, place: Ints) -> Ints:
+    """Places in documents as places among the tokens of all of them."""
+    return np.cumsum([0, *(len(example.ids) for example in examples)])[document] + place
 
 
 @dataclass(frozen=True)

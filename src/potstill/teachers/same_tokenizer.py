@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from potstill.teachers.protocols import Asked, Ints, Plan, Signal
+from potstill.teachers.protocols import NONE, Asked, Plan, Signal
 from potstill.types import Batch, Example, PotstillError, Target, TokenLogprobsTarget
-
-NONE: Ints = np.zeros(0, dtype=np.int64)
 
 
 class SamePlan(Plan):
@@ -34,9 +32,8 @@ class SameTokenizerView:
                 _check_tokens(example, theirs)
         places = [np.flatnonzero(example.supervised) for example in batch.examples]
         owner = np.repeat(np.arange(len(places)), [len(place) for place in places])
-        tokens = [example.ids[place] for example, place in zip(batch.examples, places, strict=True)]
-        place, token = np.concatenate([NONE, *places]), np.concatenate([NONE, *tokens])
-        return SamePlan(asked=[Asked(owner, place, token, not self._logprobs_only, self._logprobs_only)])
+        what = {"distribution": not self._logprobs_only, "token_logprobs": self._logprobs_only}
+        return SamePlan(asked=[Asked.of(batch.examples, owner, np.concatenate([NONE, *places]), **what)])
 
 
 def _check_tokens(example: Example, stored: Example) -> None:

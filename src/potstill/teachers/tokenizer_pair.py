@@ -15,11 +15,10 @@ import numpy.typing as npt
 import torch
 
 from potstill.config import CrossTokenizerConfig
+from potstill.teachers.protocols import NONE, Ints
 from potstill.text import Alignment, PrefixTable, TokenTable, VocabMap, align_batch, align_spans, lexicon, vocab_map
 from potstill.types import Batch, Example, PotstillError, Relation
 
-Ints = npt.NDArray[np.int64]
-NONE: Ints = np.zeros(0, dtype=np.int64)
 LEAST_BYTES, LEAST_SHARE = 64, 0.05  # of a document of so many bytes, the share that must be the same on both sides
 
 
@@ -143,13 +142,7 @@ class AlignedChunks:
     student: tuple[Ints, Ints]  # [C]; the tokens of each in its document, from … to
     teacher: tuple[Ints, Ints]
     first: Ints  # [C]; row of its first token
-    teacher_ids: Ints  # of all documents …
-    teacher_starts: Ints  # … which begin here
     counts: Mapping[str, int]
-
-    def teacher_token(self, chunk: Ints, place: Ints) -> Ints:
-        """The teacher's ids at places of the documents of chunks."""
-        return self.teacher_ids[self.teacher_starts[self.document[chunk]] + place]
 
 
 def aligned_chunks(pair: TokenizerPair, batch: Batch, read: Sequence[Example]) -> AlignedChunks:
@@ -157,14 +150,11 @@ def aligned_chunks(pair: TokenizerPair, batch: Batch, read: Sequence[Example]) -
     s0, s1, t0, t1 = np.concatenate([*kept, np.zeros((0, 4), dtype=np.int64)]).T
     before = np.concatenate([[0], np.cumsum([example.supervised_tokens for example in batch.examples])])
     row_of = [np.cumsum(e.supervised) - 1 + begin for e, begin in zip(batch.examples, before[:-1], strict=True)]
-    ids = [np.asarray(example.ids, dtype=np.int64) for example in read]
     return AlignedChunks(
         np.repeat(np.arange(len(kept)), [len(k) for k in kept]),
         (s0, s1),
         (t0, t1),
         np.concatenate([NONE, *(rows[k[:, 0]] for rows, k in zip(row_of, kept, strict=True))]),
-        np.concatenate([NONE, *ids]),
-        np.concatenate([[0], np.cumsum([len(i) for i in ids])]),
         {
             "chunks": len(s0),
             "one_to_one": int(((s1 - s0 == 1) & (t1 - t0 == 1)).sum()),
