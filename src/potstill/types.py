@@ -289,9 +289,9 @@ Target = DenseTarget | TopKTarget | SampledTarget | CrossTarget | TokenLogprobsT
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a teacher made ready of a micro-batch, on the host and ahead of its step."""
+    """What a teacher prepared for a micro-batch, on the host and ahead of its step."""
 
-    known: npt.NDArray[np.bool_] | None = None  # [N]; the rows that it says something at; None: all
+    known: npt.NDArray[np.bool_] | None = None  # [N]; the rows that the teacher answers; None: all
     counts: Mapping[str, int] = field(default_factory=dict)  # of the alignment of two tokenizers, for the log
 
 
@@ -301,23 +301,23 @@ class Teacher(Protocol):
     name: str
     weight: float
     ahead: int  # micro-batches that are best prepared at once: requests under way at a server
-    fixed: bool  # a document that it lacks is an error: nobody is to compute it, or to leave it out
+    fixed: bool  # a missing document is an error: it is neither computed nor left out
 
     def missing(self, batch: Batch) -> Sequence[int]:
-        """Examples of the batch that it has nothing to say about and that are to be left out. On another thread."""
+        """Which examples of the batch are missing and must be left out. Runs on the prefetch thread."""
         ...
 
     def check_there(self, examples: Sequence[Example]) -> None:
-        """Of a fixed one: an error where it lacks one of them."""
+        """Raise if the teacher is fixed and lacks one of them."""
         ...
 
     def prepare(self, batch: Batch) -> Prepared:
-        """What can be made ready on the host and on another thread."""
+        """What can be done without the device. Runs on the prefetch thread."""
         ...
 
     def answer(self, batch: Batch, prepared: Prepared) -> tuple[Target | None, Prepared]:
-        """What the teacher says at each of the batch's rows, on the batch's device, outside autograd; None: nothing at any of
-        them. And what was prepared, together with what had to be left to the device: computing what a cache lacks."""
+        """The target at each of the batch's rows, on the batch's device, outside autograd; None if the teacher answers none of
+        them. And what was prepared, completed by what needed the device: computing what a cache lacks."""
         ...
 
     def close(self) -> None:

@@ -25,13 +25,13 @@ NONE: Ints = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Asked:
-    """Tokens of the teacher's documents, one document after the other."""
+    """Tokens of the teacher's documents, ordered by document."""
 
-    document: Ints  # [U]; whose they are …
-    place: Ints  # [U]; … where they stand in it …
-    token: Ints  # [U]; … and which they are
-    distribution: bool = True  # what else could have stood there is asked for
-    token_logprobs: bool = False  # how likely these tokens were is asked for, where the distribution does not tell
+    document: Ints  # [U]; the document of each token …
+    place: Ints  # [U]; … its place there …
+    token: Ints  # [U]; … and its id
+    distribution: bool = True  # the distribution over all ids is wanted
+    token_logprobs: bool = False  # the tokens' own log-probabilities are wanted, unless hidden states tell them
 
     @classmethod
     def of(cls, read: Sequence[Example], document: Ints, place: Ints, **what: bool) -> Asked:
@@ -63,25 +63,26 @@ class Signal:
 
 
 class SignalSource(ABC):
-    """Where a teacher's signal comes from: a model, a cache, a server, or a cache in front of one of them. Inherit from it what
-    holds for a source that can answer about any text, and needs the device for it."""
+    """Where a teacher's signal comes from: a model, a cache, a server, or a cache in front of one of them. The defaults are
+    those of a source that reads the student's own tokens, can answer about any text, and computes on the device."""
 
     ahead: int = 1  # micro-batches that are best prepared at once: requests under way at a server
-    fixed: bool = False  # a document that it lacks is an error: nobody is to compute it, or to leave it out
+    fixed: bool = False  # a missing document is an error: it is neither computed nor left out
 
     def missing(self, batch: Batch) -> Sequence[int]:
-        """Examples of the batch that it lacks and that are to be left out. On the host thread."""
+        """Which examples of the batch are missing and must be left out. Runs on the prefetch thread."""
         return ()
 
     def check_there(self, examples: Sequence[Example]) -> None:  # noqa: B027
-        """Of a fixed one: an error where it lacks one of them."""
+        """Raise if the source is fixed and lacks one of them."""
 
     def read(self, batch: Batch, compute: bool) -> Reading | None:
-        """On the host thread, without `compute`: None where some of it must first be computed on the device."""
+        """What the teacher reads. On the prefetch thread `compute` is false, and None means that some of it has to be computed
+        on the device first; then it is called again with `compute`."""
         return Reading(batch.examples)
 
     def prepare(self, reading: Reading, asked: Sequence[Asked]) -> Sequence[Signal]:
-        """What the host thread can have of it, one per `asked`, or nothing."""
+        """What can be read on the prefetch thread: one signal per `asked`, or nothing at all."""
         return ()
 
     @abstractmethod
@@ -89,7 +90,7 @@ class SignalSource(ABC):
         """One per `asked`, on the device of `batch`, outside autograd. `host`: what `prepare` gave."""
 
     def close(self) -> None:  # noqa: B027
-        """At the end of a run, however it ends."""
+        """Called at the end of a run, however it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ class Plan(ABC):
     counts: Mapping[str, int] = field(default_factory=dict)  # of the alignment, for the log
 
     def prepared(self, signals: Sequence[Signal]) -> Plan:
-        """With what can be made of the signals on the host thread."""
+        """The plan with what can be computed from the signals on the prefetch thread."""
         return self
 
     @abstractmethod
@@ -110,5 +111,5 @@ class Plan(ABC):
 
 class TokenizerView(Protocol):
     def plan(self, batch: Batch, read: Sequence[Example]) -> Plan:
-        """`read`: the batch's documents in the teacher's tokens. On the host thread."""
+        """`read`: the batch's documents in the teacher's tokens. Runs on the prefetch thread."""
         ...

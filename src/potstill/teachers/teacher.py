@@ -20,7 +20,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Ready(Prepared):
-    """What the host could do of a batch. Without a plan, the source has some of it still to compute."""
+    """What the prefetch thread could do for a batch. Without a plan, the source still has to compute some of it."""
 
     batch: Batch | None = None  # of the documents that the teacher is asked about; None: there are none
     rows: Bools | None = None  # [N]; the rows of these documents; None: all
@@ -48,7 +48,7 @@ class Teacher(Generic[Source]):
         return all(example.columns[column] in kept for column, kept in self._filter.items())
 
     def _part(self, batch: Batch) -> tuple[Batch | None, list[int]]:
-        """The batch of the documents it is asked about, and which of the batch's they are."""
+        """A batch of the documents that this teacher is asked about, and their indices."""
         if not self._filter:
             return batch, list(range(len(batch.examples)))
         kept = [i for i, e in enumerate(batch.examples) if self._wants(e) and e.supervised.any()]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from potstill.config import CrossTokenizerConfig
-from potstill.teachers.protocols import NONE, Ints
+from potstill.teachers.protocols import NONE, Ints, flat_places
 from potstill.text import Alignment, PrefixTable, TokenTable, VocabMap, align_batch, align_spans, lexicon, vocab_map
 from potstill.types import Batch, Example, PotstillError, Relation
 
@@ -148,13 +148,13 @@ class AlignedChunks:
 def aligned_chunks(pair: TokenizerPair, batch: Batch, read: Sequence[Example]) -> AlignedChunks:
     kept = pair.chunks(batch.examples, read)
     s0, s1, t0, t1 = np.concatenate([*kept, np.zeros((0, 4), dtype=np.int64)]).T
-    before = np.concatenate([[0], np.cumsum([example.supervised_tokens for example in batch.examples])])
-    row_of = [np.cumsum(e.supervised) - 1 + begin for e, begin in zip(batch.examples, before[:-1], strict=True)]
+    document = np.repeat(np.arange(len(kept)), [len(chunks) for chunks in kept])
+    row_of = np.cumsum(np.concatenate([NONE, *(example.supervised for example in batch.examples)])) - 1
     return AlignedChunks(
-        np.repeat(np.arange(len(kept)), [len(k) for k in kept]),
+        document,
         (s0, s1),
         (t0, t1),
-        np.concatenate([NONE, *(rows[k[:, 0]] for rows, k in zip(row_of, kept, strict=True))]),
+        row_of[flat_places(batch.examples, document, s0)],
         {
             "chunks": len(s0),
             "one_to_one": int(((s1 - s0 == 1) & (t1 - t0 == 1)).sum()),
