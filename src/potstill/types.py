@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
 
 
 class PotstillError(Exception):
@@ -73,6 +75,9 @@ class Rows:
     # [N]; log-probability with which the student wrote that token; NaN: it did not write it. None: it wrote none of them
     behaviour: Tensor | None = None
 
+    def to(self, device: torch.device) -> Rows:
+        return _moved(self, device)
+
     def __len__(self) -> int:
         return self.student.shape[0]
 
@@ -94,87 +99,321 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class DenseTarget:
-    """The teacher's distribution over its whole vocabulary: hidden states and the output head, or ready logits, or the mean of
-    several such distributions."""
+class Head:
+    """A model's output head, a teacher's or the student's: logits are softcap(logit_scale · (hidden · weightᵀ + bias))."""
 
-    hidden: Tensor | None = None  # [N, H]
-    weight: Tensor | None = None  # [V, H]
-    logits: Tensor | None = None  # [N, V], instead of the two above
-    mean: Sequence[tuple[float, DenseTarget]] = ()  # instead of all the others; the shares sum to one
-    spelled: Spelling | None = None  # instead of all the others
+    weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
     logit_scale: float = 1.0
 
-    def to(self, device: torch.device) -> DenseTarget:
-        return _moved(self, device)
-
     @property
     def width(self) -> int:
         """How many ids it is over."""
-        if self.mean:
-            return self.mean[0][1].width
-        if self.spelled is not None:
-            return self.spelled.students
-        source = self.logits if self.logits is not None else self.weight
-        assert source is not None
-        return source.shape[-1] if self.logits is not None else source.shape[0]
+        return self.weight.shape[0]
 
-    def select(self, rows: Tensor) -> DenseTarget:
-        """The same head at fewer rows, outside autograd."""
-        if self.mean:
-            return replace(self, mean=[(share, part.select(rows)) for share, part in self.mean])
-        if self.spelled is not None:
-            return replace(self, spelled=self.spelled.select(rows))
-        hidden = None if self.hidden is None else self.hidden.detach()[rows]
-        return replace(self, hidden=hidden, logits=None if self.logits is None else self.logits.detach()[rows])
+    def to(self, device: torch.device) -> Head:
+        return _moved(self, device)
+
+    def narrow(self, start: int, width: int) -> Head:
+        """The same head over some of its ids; views, no copies."""
+        start = min(start, self.width)
+        bias = None if self.bias is None else self.bias.narrow(0, start, width)
+        return replace(self, weight=self.weight.narrow(0, start, width), bias=bias)
+
+    def check(self, hidden: Tensor, whose: str = "") -> None:
+        """ValueError: what does not fit hidden states [N, H]."""
+        weight = self.weight
+        if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+            shapes = f"{whose}hidden {list(hidden.shape)} and weight {list(weight.shape)}"
+            raise ValueError(f"{shapes} must be [N, H] and [V, H]")
+        if not (hidden.is_floating_point() and weight.is_floating_point()):
+            raise ValueError(f"{whose}hidden and weight must be floating point, not {hidden.dtype} and {weight.dtype}")
+        if self.bias is not None:
+            expect(f"{whose}bias", self.bias, self.width)
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"{whose}softcap must be above 0, not {self.softcap}")
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """In float32 at least."""
+        weight = self.weight.to(hidden.dtype)
+        if out is None:
+            logits = (hidden @ weight.t()).to(torch.promote_types(hidden.dtype, torch.float32))
+        elif out.dtype == hidden.dtype:
+            logits = torch.mm(hidden, weight.t(), out=out)
+        else:
+            logits = out.copy_(hidden @ weight.t())
+        if self.bias is not None:
+            logits += self.bias
+        if self.logit_scale != 1.0:
+            logits *= self.logit_scale
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """A teacher's distribution over its own ids as one over the student's: each of its tokens counts for the student's first
-    token of what is left of it. N rows, U places of the teacher's, E entries of nodes (`text.PrefixTable`)."""
+class Target:
+    """What a teacher says at N rows: each kind is one of the classes below. Its tensors have a row in each entry of their first
+    dimension; what belongs to all rows (a head, a table) is an object of its own."""
 
-    source: DenseTarget  # over the teacher's ids, at U places
+    dense: ClassVar[bool] = False  # it is a distribution over all ids, and has a `width`
+
+    def to(self, device: torch.device) -> Self:
+        return _moved(self, device)
+
+    def select(self, rows: Tensor) -> Self:
+        """The same at other rows, outside autograd. `rows` are on the host, or where the target is."""
+        tensors = {part.name: getattr(self, part.name) for part in fields(self)}
+        return replace(self, **{name: x.detach()[rows] for name, x in tensors.items() if isinstance(x, Tensor)})
+
+    def spread(self, rows: Ints, count: int) -> Self:
+        """A target of `rows` as one of `count` rows. The others repeat what comes before them: give them no weight."""
+        return self.select(torch.from_numpy(np.maximum(np.searchsorted(rows, np.arange(count), side="right") - 1, 0)))
+
+    def check(self, call: TargetCheck) -> None:
+        """ValueError: what of it does not fit the call, from shapes and types alone."""
+        raise NotImplementedError
+
+    def not_finite(self) -> str | None:
+        """What of it is NaN or infinite, in words ("logits are"); None: nothing. Reads all of its values."""
+        return _not_finite(self)
+
+
+@dataclass(frozen=True)
+class TargetCheck:
+    """What a target has to fit."""
+
+    rows: int
+    ids: int | None  # of the student; None: each rank has some of them, and they are compared later
+    divergence: str
+    temperature: float
+    labels: bool  # there are labels
+
+    def width(self, width: int) -> None:
+        if self.ids is not None and width > self.ids:
+            refuse_wide(width, self.ids)
+
+
+def refuse_wide(width: int, ids: int) -> NoReturn:
+    raise ValueError(f"the teacher has {width} ids and the student's head {ids}: narrow the teacher to the shared ids")
+
+
+def expect(name: str, tensor: Tensor, *shape: int | str, integer: bool = False) -> None:
+    """A ValueError unless the tensor has this shape (a letter: any size above 0) and is floating point, or int64."""
+    fits = tensor.dim() == len(shape) and all(
+        size > 0 if isinstance(wanted, str) else size == wanted
+        for size, wanted in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits or (tensor.dtype != torch.int64 if integer else not tensor.is_floating_point()):
+        wanted = f"[{', '.join(map(str, shape))}] of {'torch.int64' if integer else 'floating point'}"
+        least = "".join(f", with {size} at least 1" for size in shape if isinstance(size, str))
+        raise ValueError(f"{name} {list(tensor.shape)} of {tensor.dtype} must be {wanted}{least}")
+
+
+@dataclass(frozen=True)
+class HiddenTarget(Target):
+    """The teacher's hidden states and its output head: the loss multiplies them chunk by chunk."""
+
+    hidden: Tensor  # [N, H]
+    head: Head
+    dense = True
+
+    @property
+    def width(self) -> int:
+        return self.head.width
+
+    def narrow(self, start: int, width: int) -> HiddenTarget:
+        return replace(self, head=self.head.narrow(start, width))
+
+    def check(self, call: TargetCheck) -> None:
+        self.head.check(self.hidden, "the teacher's ")
+        expect("the teacher's hidden", self.hidden, call.rows, self.hidden.shape[1])
+        call.width(self.width)
+
+
+@dataclass(frozen=True)
+class LogitsTarget(Target):
+    """The teacher's logits, ready."""
+
+    logits: Tensor  # [N, V]
+    dense = True
+
+    @property
+    def width(self) -> int:
+        return self.logits.shape[-1]
+
+    def narrow(self, start: int, width: int) -> LogitsTarget:
+        return replace(self, logits=self.logits.narrow(-1, min(start, self.width), width))
+
+    def check(self, call: TargetCheck) -> None:
+        expect("the teacher's logits", self.logits, call.rows, self.width)
+        call.width(self.width)
+
+
+@dataclass(frozen=True)
+class MeanTarget(Target):
+    """The mean of several teachers' distributions, each a dense target."""
+
+    shares: tuple[float, ...]  # above 0; they sum to one
+    parts: tuple[Dense, ...]
+    dense = True
+
+    @property
+    def width(self) -> int:
+        return self.parts[0].width
+
+    def to(self, device: torch.device) -> MeanTarget:
+        return replace(self, parts=tuple(part.to(device) for part in self.parts))
+
+    def select(self, rows: Tensor) -> MeanTarget:
+        return replace(self, parts=tuple(part.select(rows) for part in self.parts))
+
+    def narrow(self, start: int, width: int) -> MeanTarget:
+        return replace(self, parts=tuple(part.narrow(start, width) for part in self.parts))
+
+    def check(self, call: TargetCheck) -> None:
+        total, widths = sum(self.shares), {part.width for part in self.parts}
+        if abs(total - 1) > 1e-6 or min(self.shares) <= 0 or len(widths) > 1:
+            raise ValueError(
+                f"the distributions of a mean must have shares above 0 that sum to 1, not to {total:g}, and be over as many "
+                f"ids, not over {sorted(widths)}"
+            )
+        for part in self.parts:
+            part.check(call)
+
+    def not_finite(self) -> str | None:
+        return next(filter(None, (part.not_finite() for part in self.parts)), None)
+
+
+@dataclass(frozen=True)
+class PrefixTable:
+    """Which of the student's tokens comes first in what is left of a teacher's token once some of its bytes are written
+    (`text.lexicon` makes it). A *node* is what has been written of a teacher's next token; node 0 is nothing, without entries.
+    E entries: teacher ids that begin as a node says and go on. −1 stands for no token, as of a special the student lacks."""
+
     students: int  # ids of the student
-    main: Tensor  # int64 [students]; the lexicon, as text.PrefixTable has it
-    more_token: Tensor  # int64 [M]
-    more_slot: Tensor  # int64 [M]; which of `several` each counts for
-    several: Tensor  # int64 [S]; the student's ids that more than one counts for, increasing
-    nowhere: Tensor  # int64; those that none does, increasing
-    whole: Tensor  # bool [teacher ids]
-    begin: Tensor  # int64 [nodes + 1]
-    token: Tensor  # int64 [E]
-    then: Tensor  # int64 [E]
+    first: Ints  # [teacher ids]; the student's first token of each
+    whole: npt.NDArray[np.bool_]  # [teacher ids]; that token is all of it
+    main: Ints  # [students]; the teacher id that counts for each, its partner if it has one; −1: none does
+    more_token: Ints  # [M]; the other teacher ids, in the order of …
+    more_then: Ints  # [M]; … what they count for …
+    more_slot: Ints  # [M]; … which of these it is:
+    several: Ints  # [S]; the student's ids that more than one counts for
+    nowhere: Ints  # those that none does
+    begin: Ints  # [nodes + 1]; the entries of each node
+    token: Ints  # [E]; teacher id
+    then: Ints  # [E]; student id
+    base: Ints  # [teacher ids + 1]; where an id's own places are below: one for each of its bytes but the first
+    node_at: Ints  # [places]; what is written when so many bytes of it are
+    then_at: Ints  # [places]; what comes next of the student's
+    depth: Ints  # [nodes]; bytes of each
+    lengths: Ints  # [teacher ids]; bytes of each, 0 of specials
+    _on: dict[torch.device, PrefixTensors] = field(default_factory=dict, repr=False, compare=False)
+
+    def on(self, device: torch.device) -> PrefixTensors:
+        """What the loss needs of it on a device; made once for each."""
+        if device not in self._on:
+            names = [part.name for part in fields(PrefixTensors) if part.name != "host"]
+            tensors = {name: torch.from_numpy(getattr(self, name)).to(device) for name in names}
+            self._on[device] = PrefixTensors(**tensors, host=self)
+        return self._on[device]
+
+    def at(self, token: Ints, written: Ints) -> tuple[Ints, Ints]:
+        """Node, and the student's next token, when so many bytes of each token are written; fewer than it has."""
+        place = np.minimum(self.base[token] + written - 1, max(0, len(self.node_at) - 1))
+        if not len(self.node_at):
+            return np.zeros_like(token), self.first[token]
+        begun = written > 0
+        return np.where(begun, self.node_at[place], 0), np.where(begun, self.then_at[place], self.first[token])
+
+
+@dataclass(frozen=True)
+class PrefixTensors:
+    """A PrefixTable on a device, for the loss."""
+
+    main: Tensor
+    more_token: Tensor
+    more_slot: Tensor
+    several: Tensor
+    nowhere: Tensor
+    whole: Tensor
+    begin: Tensor
+    token: Tensor
+    then: Tensor
+    host: PrefixTable  # the table itself: parts of it are cut, and sizes known, without waiting for the device
+
+    def to(self, device: torch.device) -> PrefixTensors:
+        return self.host.on(device)
+
+
+@dataclass(frozen=True)
+class PrefixMarginalTarget(Target):
+    """A teacher's distribution over its own ids as one over the student's: each of its tokens counts for the student's first
+    token of what is left of it. N rows, U places of the teacher's."""
+
+    source: HiddenTarget | LogitsTarget  # over the teacher's ids, at U places
+    table: PrefixTensors
     place: Tensor  # int64 [N], never falling; which of the places answers
     node: Tensor  # int64 [N]; what is written of the teacher's next token there
     actual: Tensor  # int64 [N]; which token that is …
     usual: Tensor  # int64 [N]; … what of the student's it would be counted for (−1: nothing) …
     own: Tensor  # int64 [N]; … and what it was written with
     beyond: Tensor  # [N]; log-probability of the teacher's further tokens that the student's goes on into
+    place_host: Ints  # as `place` and `node`
+    node_host: Ints
     odd_host: npt.NDArray[np.bool_]  # [N]; where it was not written as usual, or goes on
-    more_then_host: npt.NDArray[np.int64]
-    slot_host: npt.NDArray[np.int64]  # as more_slot
-    nowhere_host: npt.NDArray[np.int64]
-    place_host: npt.NDArray[np.int64]
-    node_host: npt.NDArray[np.int64]
-    sizes_host: npt.NDArray[np.int64]  # [nodes]; entries of each
+    dense = True
 
-    def select(self, rows: Tensor) -> Spelling:
+    @property
+    def width(self) -> int:
+        return self.table.host.students
+
+    def select(self, rows: Tensor) -> PrefixMarginalTarget:
         """`rows` are on the host. Of the places only those stay that answer one of them."""
         at, host = rows.to(self.place.device), rows.cpu().numpy()
         places, index = np.unique(self.place_host[host], return_inverse=True)
-        changed: dict[str, Any] = {
-            name: getattr(self, name)[at] for name in ("node", "actual", "usual", "own", "beyond")
-        }
-        changed |= {name: getattr(self, name)[host] for name in ("odd_host", "node_host")}
-        changed["place"] = torch.from_numpy(index).to(self.place.device)
-        return replace(self, source=self.source.select(torch.from_numpy(places)), place_host=index, **changed)
+        return replace(
+            self,
+            **{name: getattr(self, name)[at] for name in ("node", "actual", "usual", "own", "beyond")},
+            source=self.source.select(torch.from_numpy(places)),
+            place=torch.from_numpy(index).to(self.place.device),
+            place_host=index,
+            node_host=self.node_host[host],
+            odd_host=self.odd_host[host],
+        )
+
+    def narrow(self, start: int, width: int) -> PrefixMarginalTarget:
+        """It stays whole: its logits are made for the ids that are asked for."""
+        return self
+
+    def check(self, call: TargetCheck) -> None:
+        expect("the teacher's place", self.place, call.rows, integer=True)
+        call.width(self.width)
+
+
+Dense = HiddenTarget | LogitsTarget | MeanTarget | PrefixMarginalTarget
+
+
+def DenseTarget(  # a function that reads like the class it was: other people's code calls it
+    hidden: Tensor | None = None,
+    weight: Tensor | None = None,
+    logits: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> HiddenTarget | LogitsTarget:
+    """The teacher's distribution over its whole vocabulary: hidden states and the output head, or ready logits."""
+    if logits is not None:
+        return LogitsTarget(logits)
+    if hidden is None or weight is None:
+        raise ValueError("a DenseTarget needs hidden and weight, or logits")
+    return HiddenTarget(hidden, Head(weight, bias, softcap, logit_scale))
 
 
 @dataclass(frozen=True)
-class TopKTarget:
+class TopKTarget(Target):
     """K entries normalised over the teacher's full vocabulary, and the log-mass of all the rest (−inf: no rest)."""
 
     ids: Tensor  # int64 [N, K]
@@ -187,18 +426,15 @@ class TopKTarget:
     tail_entropy: Tensor | None = None  # [N]; of the teacher within the rest: what these draws cost at least
     absent: Tensor | None = None  # bool [N, K]; entries that are none: they repeat the id of another one of the row
 
-    def to(self, device: torch.device) -> TopKTarget:
-        return _moved(self, device)
-
-    def select(self, rows: Tensor) -> TopKTarget:
-        rest, entropy, absent = (
-            None if x is None else x[rows] for x in (self.tail_samples, self.tail_entropy, self.absent)
-        )
-        return TopKTarget(self.ids[rows], self.logprobs[rows], self.tail[rows], self.width, rest, entropy, absent)
+    def check(self, call: TargetCheck) -> None:
+        _check_entries(self.ids, self.logprobs, "logprobs", self.width, call)
+        expect("target tail", self.tail, call.rows)
+        if self.tail_samples is not None:
+            expect("target tail_samples", self.tail_samples, call.rows, "M", integer=True)
 
 
 @dataclass(frozen=True)
-class SampledTarget:
+class SampledTarget(Target):
     """Draws from the teacher with their shares: unbiased for forward KL and cross-entropy only."""
 
     ids: Tensor  # int64 [N, K]
@@ -206,12 +442,19 @@ class SampledTarget:
     entropy: Tensor | None = None  # [N], of the teacher: the loss is a cross-entropy, and KL is what it has beyond this
     width: int | None = None  # as TopKTarget's
 
-    def to(self, device: torch.device) -> SampledTarget:
-        return _moved(self, device)
+    def check(self, call: TargetCheck) -> None:
+        _check_entries(self.ids, self.weights, "weights", self.width, call)
+        if self.entropy is not None:
+            expect("target entropy", self.entropy, call.rows)
+        if call.divergence != "forward_kl":
+            raise ValueError(f"sampled targets are unbiased for forward_kl only, not for {call.divergence}")
 
-    def select(self, rows: Tensor) -> SampledTarget:
-        entropy = None if self.entropy is None else self.entropy[rows]
-        return replace(self, ids=self.ids[rows], weights=self.weights[rows], entropy=entropy)
+
+def _check_entries(ids: Tensor, values: Tensor, name: str, width: int | None, call: TargetCheck) -> None:
+    expect("target ids", ids, call.rows, "K", integer=True)
+    expect(f"target {name}", values, *ids.shape)
+    if width is not None and width < 1:
+        raise ValueError(f"the target's width must be at least 1, not {width}")
 
 
 @dataclass(frozen=True)
@@ -221,8 +464,14 @@ class Chunks:
     first: Tensor  # int64 [C]; the row of each chunk's first token, increasing
     inner: Tensor  # int64 [M]; the other rows of the chunks, increasing
     owner: Tensor  # int64 [M]; the chunk of each
-    first_host: npt.NDArray[np.int64]  # the same as `first` and `inner`: which rows are where is asked on the host
-    inner_host: npt.NDArray[np.int64]
+    first_host: Ints  # the same as `first` and `inner`: which rows are where is asked on the host
+    inner_host: Ints
+
+    @classmethod
+    def at(cls, first: Ints, inner: Ints, device: torch.device | None = None) -> Chunks:
+        owner = np.searchsorted(first, inner) - 1
+        first_, inner_, owner_ = (torch.from_numpy(x).to(device, non_blocking=True) for x in (first, inner, owner))
+        return cls(first_, inner_, owner_, first, inner)
 
     def to(self, device: torch.device) -> Chunks:
         return _moved(self, device)
@@ -242,7 +491,7 @@ class Relation:
     end: Tensor  # int64 [E]; … teacher id …
     value: Tensor  # [E]; … and share
     unmapped: Tensor  # int64; student ids without an entry
-    hosts: Mapping[str, npt.NDArray[np.int64]]  # student, student_alone, start and unmapped, to cut them on the host
+    hosts: Mapping[str, Ints]  # student, student_alone, start and unmapped, to cut them on the host
 
     def to(self, device: torch.device) -> Relation:
         return _moved(self, device)
@@ -252,39 +501,119 @@ class Relation:
         return self.place_student.shape[0], self.place_teacher.shape[0]
 
 
-@dataclass(frozen=True)
-class CrossTarget:
-    """What a teacher with other tokens says, chunk by chunk; `rows` of the other targets are rows of the batch. C chunks."""
+CHUNK_METHODS = (
+    "common_vocab",
+    "projection",
+    "span_likelihood",
+    "uld",
+)  # how losses/cross_tokenizer.py compares chunks
 
-    method: str  # shared, projection, chunk or uld
+
+@dataclass(frozen=True)
+class ChunkTarget(Target):
+    """What a teacher with other tokens says, chunk by chunk; its rows are those that the chunks lie at. C chunks."""
+
+    method: str  # one of CHUNK_METHODS
     chunks: Chunks
     relation: Relation
-    start: (
-        DenseTarget | TopKTarget | None
-    )  # what it expects where a chunk begins, over its own ids [C]; None: not known
+    start: HiddenTarget | LogitsTarget | TopKTarget | None  # what it expects where a chunk begins, over its own ids [C]
     token: Tensor  # int64 [C]; its first token of each chunk
     logprob: Tensor  # [C]; log-probability of that token
     inner: Tensor  # [C]; sum of the log-probabilities of its other tokens of the chunk
     chunk_temperature: float = 1.0
 
-    def to(self, device: torch.device) -> CrossTarget:
-        return _moved(self, device)
+    def select(self, rows: Tensor) -> ChunkTarget:
+        """At rows in increasing order: the chunks that lie wholly among them."""
+        chunks, chosen = self.chunks, rows.cpu().numpy()
+        owner = np.searchsorted(chunks.first_host, chunks.inner_host) - 1
+        kept = np.isin(chunks.first_host, chosen)
+        kept[owner[~np.isin(chunks.inner_host, chosen)]] = False
+        at = torch.from_numpy(np.flatnonzero(kept)).to(self.token.device)
+        first, inner = (np.searchsorted(chosen, x) for x in (chunks.first_host[kept], chunks.inner_host[kept[owner]]))
+        return replace(
+            self,
+            chunks=Chunks.at(first, inner, self.token.device),
+            start=None if self.start is None else self.start.select(at),
+            **{name: getattr(self, name)[at] for name in ("token", "logprob", "inner")},
+        )
+
+    def spread(self, rows: Ints, count: int) -> ChunkTarget:
+        chunks = self.chunks
+        return replace(self, chunks=Chunks.at(rows[chunks.first_host], rows[chunks.inner_host], self.token.device))
+
+    def check(self, call: TargetCheck) -> None:
+        if self.method not in CHUNK_METHODS:
+            raise ValueError(f"unknown method {self.method!r} for two tokenizers; there are {', '.join(CHUNK_METHODS)}")
+        if not call.labels:
+            raise ValueError("a target of another tokenizer needs labels: the chunks' own tokens")
+        if self.method == "span_likelihood" and call.temperature != 1.0:
+            raise ValueError(
+                f"span_likelihood compares likelihoods of text, which are at temperature 1, not {call.temperature}"
+            )
+        if self.method != "span_likelihood" and self.start is None:
+            raise ValueError(f"{self.method} needs what the teacher expects, not only how likely the text was")
+        if isinstance(self.start, SampledTarget):
+            raise ValueError("draws do not serve a teacher with another tokenizer: use top-k or dense targets")
+        count = self.chunks.first.shape[0]
+        expect("target token", self.token, count, integer=True)
+        expect("target logprob", self.logprob, count)
+        expect("target inner", self.inner, count)
 
 
 @dataclass(frozen=True)
-class TokenLogprobsTarget:
+class TokenLogprobsTarget(Target):
     """Only how likely the text's own next tokens are to the teacher."""
 
     logprobs: Tensor  # [N]
 
-    def to(self, device: torch.device) -> TokenLogprobsTarget:
-        return _moved(self, device)
+    def check(self, call: TargetCheck) -> None:
+        raise ValueError(
+            "a TokenLogprobsTarget tells only how likely the text's own tokens are, and a divergence needs a distribution: "
+            "losses.policy_gradient_kl learns from such targets"
+        )
 
-    def select(self, rows: Tensor) -> TokenLogprobsTarget:
-        return TokenLogprobsTarget(self.logprobs[rows])
+
+# A target's numbers: what they are called, and whether −inf, which is an empty id, is one of them.
+NUMBERS = {
+    "hidden": ("hidden states are", False),
+    "weight": ("output head is", False),
+    "bias": ("output head is", True),
+    "logits": ("logits are", True),
+    "beyond": ("log-probabilities are", True),
+    "logprobs": ("log-probabilities are", True),
+    "logprob": ("log-probabilities are", True),
+    "inner": ("log-probabilities are", True),
+    "tail": ("log-probabilities of the rest are", True),
+    "tail_entropy": ("entropies of the rest are", False),
+    "weights": ("shares of draws are", False),
+    "entropy": ("entropies are", False),
+}
 
 
-Target = DenseTarget | TopKTarget | SampledTarget | CrossTarget | TokenLogprobsTarget
+def _not_finite(record: Any) -> str | None:
+    for part in fields(record):
+        value, (words, empty) = getattr(record, part.name), NUMBERS.get(part.name, ("", False))
+        if isinstance(value, Head | Target) and (found := _not_finite(value)):
+            return found
+        if (
+            words
+            and isinstance(value, Tensor)
+            and not (value.masked_fill(value == -torch.inf, 0.0) if empty else value).isfinite().all()
+        ):
+            return words
+    return None
+
+
+def _moved(record: Any, device: torch.device) -> Any:
+    """A copy of a frozen dataclass with its tensors, and those of the dataclasses in it, on `device`."""
+    changed: dict[str, Any] = {}
+    for part in fields(record):
+        value = getattr(record, part.name)
+        if isinstance(value, Tensor):
+            changed[part.name] = value.to(device, non_blocking=True)
+        elif isinstance(value, Rows | Head | Target | Chunks | Relation | PrefixTensors):
+            changed[part.name] = value.to(device)
+    return replace(record, **changed)
 
 
 @dataclass(frozen=True)
@@ -362,17 +691,3 @@ class RolloutSource(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def _moved(record: Any, device: torch.device) -> Any:
-    """A copy of a frozen dataclass with its tensors (and those of the dataclasses in it) on `device`."""
-    changed: dict[str, Any] = {}
-    for part in fields(record):
-        value = getattr(record, part.name)
-        if isinstance(value, Tensor):
-            changed[part.name] = value.to(device, non_blocking=True)
-        elif isinstance(value, Rows | Chunks | Relation | DenseTarget | TopKTarget | Spelling):
-            changed[part.name] = _moved(value, device)
-        elif part.name == "mean":
-            changed[part.name] = [(share, _moved(one, device)) for share, one in value]
-    return replace(record, **changed)

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tiny_cross import random_case, truncated
-from tiny_spelling import random_spelling
+from tiny_prefix import random_prefix_marginal
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from potstill.losses import DIVERGENCES, DenseTarget, SampledTarget, TopKTarget, fused, fused_linear_kd
+from potstill.types import Dense, LogitsTarget, MeanTarget
 
 VOCABULARY, ROWS = 37, 8
 # 37 is no multiple of either; one rank holds a single id, and not always the last.
@@ -47,10 +48,7 @@ class SlicedCall:
         weight = self.weight[columns].clone().requires_grad_()
         bias = None if self.bias is None else self.bias[columns].clone().requires_grad_()
         hidden = self.hidden.clone().requires_grad_()
-        targets = [
-            (share, t if self.whole_teacher or not isinstance(t, DenseTarget) else cut(t, columns))
-            for share, t in self.targets
-        ]
+        targets = [(share, t if self.whole_teacher or not t.dense else cut(t, columns)) for share, t in self.targets]
         usual, fused.CHUNK_BYTES = fused.CHUNK_BYTES, self.chunk_bytes
         try:
             out = fused_linear_kd(hidden, weight, targets, bias=bias, group=group, **self.options)
@@ -61,12 +59,10 @@ class SlicedCall:
         return found if bias is None else {**found, "bias": bias.grad}
 
 
-def cut(target: DenseTarget, columns: slice) -> DenseTarget:
-    if target.mean:
-        return replace(target, mean=[(share, cut(part, columns)) for share, part in target.mean])
-    part = lambda x: None if x is None else x[columns]  # noqa: E731
-    logits = None if target.logits is None else target.logits[:, columns]
-    return replace(target, weight=part(target.weight), bias=part(target.bias), logits=logits)
+def cut(target: Dense, columns: slice) -> Dense:
+    """The teacher's ids among these columns."""
+    start, stop, _ = columns.indices(target.width)
+    return target.narrow(start, max(0, stop - start))
 
 
 # "everything" is labels, bias, cap, scale, weights of rows, chunks smaller than the rows and a student with padding ids.
@@ -92,16 +88,17 @@ def make(world: int, divergence: str, kind: str, temperature: float, option_set:
     if everything:
         options |= {"softcap": 5.0, "logit_scale": 1.3, "chunk_rows": 5}
         options["row_weight"] = torch.rand(ROWS, dtype=torch.float64, generator=generator)
-        teacher = replace(teacher, softcap=4.0)
+        teacher = replace(teacher, head=replace(teacher.head, softcap=4.0))
     if option_set == "gate":
         options["entropy_gate"] = 1.5
     if option_set == "empty ids":  # on both sides, on the student's, on the teacher's; and all that some rank holds
         bias[[2, 5, 11, VOCABULARY - 1]] = -math.inf
-        teacher.bias[[2, 7, 11]] = -math.inf
+        teacher.head.bias[[2, 7, 11]] = -math.inf
         labels[1] = 5
-    logits = (teacher.hidden @ teacher.weight.t() + teacher.bias) * teacher.logit_scale
-    if teacher.softcap is not None:
-        logits = teacher.softcap * torch.tanh(logits / teacher.softcap)
+    head = teacher.head
+    logits = (teacher.hidden @ head.weight.t() + head.bias) * head.logit_scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
     target: Any = teacher
     if kind == "dense logits":
         target = DenseTarget(logits=logits)
@@ -154,7 +151,7 @@ def special(world: int) -> dict[str, SlicedCall]:
         "top-k with absent entries": with_absent(make(world, "jsd", "top-k", 1.0, "everything")),
         "top-k with draws from the rest": with_draws(make(world, "forward_kl", "top-k", 1.0, "everything")),
         **across(world),
-        **spelled(world),
+        **prefix_marginal(world),
         "bfloat16": narrow_dtype(again, torch.bfloat16),
         "float32": narrow_dtype(again, torch.float32),
     }
@@ -165,11 +162,11 @@ def by_row(call: SlicedCall) -> SlicedCall:
     return replace(call, options={**call.options, "ce_weight": torch.arange(ROWS) / 4.0 - 0.75})
 
 
-def mean_of(call: SlicedCall, top: float = 1.0) -> DenseTarget:
+def mean_of(call: SlicedCall, top: float = 1.0) -> MeanTarget:
     """With the same teacher upside down."""
     target = call.targets[0][1]
-    parts = {"logits": -top * target.logits} if target.logits is not None else {"hidden": -top * target.hidden}
-    return DenseTarget(mean=[(0.3, target), (0.7, replace(target, **parts))])
+    name = "logits" if isinstance(target, LogitsTarget) else "hidden"
+    return MeanTarget((0.3, 0.7), (target, replace(target, **{name: -top * getattr(target, name)})))
 
 
 def mean_call(call: SlicedCall) -> SlicedCall:
@@ -211,12 +208,12 @@ def across(world: int) -> dict[str, SlicedCall]:
     return found
 
 
-def spelled(world: int) -> dict[str, SlicedCall]:
+def prefix_marginal(world: int) -> dict[str, SlicedCall]:
     """29 ids, of which the last 4 are padding; one rank holds a single id, another none that the teacher knows."""
     found = {}
     for name, sizes in (("uneven", {2: [28, 1], 4: [11, 1, 14, 3]}), ("even", {2: [15, 14], 4: [8, 7, 7, 7]})):
         for temperature, divergence in ((1.0, "forward_kl"), (2.5, "jsd")):
-            hidden, weight, labels, target = random_spelling(3)
+            hidden, weight, labels, target = random_prefix_marginal(3)
             options = {
                 "labels": labels,
                 "ce_weight": 0.4,
@@ -225,7 +222,7 @@ def spelled(world: int) -> dict[str, SlicedCall]:
                 "chunk_rows": 5,
             }
             call = SlicedCall(sizes[world], hidden, weight, [(1.0, target)], whole_teacher=True, options=options)
-            found[f"spelled · {name} · {divergence}"] = call
+            found[f"prefix-marginal · {name} · {divergence}"] = call
     return found
 
 
@@ -253,7 +250,8 @@ def one_id_a_rank(world: int) -> SlicedCall:
 
 def narrow_dtype(call: SlicedCall, dtype: torch.dtype) -> SlicedCall:
     ((share, t),) = call.targets
-    target = replace(t, hidden=t.hidden.to(dtype), weight=t.weight.to(dtype), bias=t.bias.to(dtype))
+    head = replace(t.head, weight=t.head.weight.to(dtype), bias=t.head.bias.to(dtype))
+    target = replace(t, hidden=t.hidden.to(dtype), head=head)
     options = {**call.options, "row_weight": call.options["row_weight"].float()}
     parts = {name: getattr(call, name).to(dtype) for name in ("hidden", "weight", "bias")}
     return replace(call, **parts, targets=[(share, target)], options=options)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potstill.types import Chunks, CrossTarget, DenseTarget, Relation, TopKTarget
+from potstill.types import Chunks, ChunkTarget, LogitsTarget, Relation, TopKTarget
 
 FLOOR = -1e4
 
@@ -46,18 +46,16 @@ def relation(pairs: dict[int, int], projection: dict[int, dict[int, float]], vs:
 
 def chunks(lengths: list[int], gaps: list[int]) -> Chunks:
     """Chunks of so many rows, each after so many rows that are in none."""
-    first, inner, owner, row = [], [], [], 0
-    for number, (length, gap) in enumerate(zip(lengths, gaps, strict=True)):
+    first, inner, row = [], [], 0
+    for length, gap in zip(lengths, gaps, strict=True):
         row += gap
         first.append(row)
         inner += range(row + 1, row + length)
-        owner += [number] * (length - 1)
         row += length
-    arrays = [np.array(x, dtype=np.int64) for x in (first, inner, owner)]
-    return Chunks(*map(torch.from_numpy, arrays), arrays[0], arrays[1])
+    return Chunks.at(*(np.array(x, dtype=np.int64) for x in (first, inner)))
 
 
-def bucket_masses(target: CrossTarget, number: int, logq: Tensor, labels: Tensor, logp: Tensor):
+def bucket_masses(target: ChunkTarget, number: int, logq: Tensor, labels: Tensor, logp: Tensor):
     """Student's and teacher's masses over the method's buckets at one chunk. `logq` [N, Vs], `logp` [Vt] at its start."""
     where = target.chunks
     rows = [int(where.first[number]), *where.inner[where.owner == number].tolist()]
@@ -105,7 +103,7 @@ def divergence(name: str, p: Tensor, q: Tensor) -> Tensor:
     return (p - q).abs().sum() / 2
 
 
-def naive_loss(target: CrossTarget, logits: Tensor, labels: Tensor, name: str, temperature: float = 1.0) -> Tensor:
+def naive_loss(target: ChunkTarget, logits: Tensor, labels: Tensor, name: str, temperature: float = 1.0) -> Tensor:
     """Sum over the chunks, from raw student logits [N, Vs]; the target's start must be dense, or top-k made of `dense`."""
     logq = (logits / temperature).log_softmax(-1)
     total = logits.new_zeros(())
@@ -126,11 +124,11 @@ def naive_loss(target: CrossTarget, logits: Tensor, labels: Tensor, name: str, t
 _DENSE: dict[int, Tensor] = {}  # by the target's tokens: the logits a top-k start was made of
 
 
-def teacher_logits(target: CrossTarget) -> Tensor:
-    return target.start.logits if isinstance(target.start, DenseTarget) else _DENSE[id(target.token)]
+def teacher_logits(target: ChunkTarget) -> Tensor:
+    return target.start.logits if isinstance(target.start, LogitsTarget) else _DENSE[id(target.token)]
 
 
-def truncated(target: CrossTarget, k: int, temperature: float = 1.0) -> CrossTarget:
+def truncated(target: ChunkTarget, k: int, temperature: float = 1.0) -> ChunkTarget:
     """The same target with the teacher's top k and the rest."""
     from dataclasses import replace
 
@@ -160,7 +158,7 @@ def random_case(seed: int, method: str, vs: int = 23, vt: int = 19, dtype: torch
     longer = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0], dtype=dtype)  # chunks of several of the teacher's tokens
     inner = -longer * torch.rand(c, generator=g, dtype=dtype) * 3
     logprob = logits.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1)
-    target = CrossTarget(
-        method, where, relation(pairs, projection, vs, vt), DenseTarget(logits=logits), token, logprob, inner, 2.0
+    target = ChunkTarget(
+        method, where, relation(pairs, projection, vs, vt), LogitsTarget(logits), token, logprob, inner, 2.0
     )
     return hidden, head, labels, target

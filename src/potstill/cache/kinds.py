@@ -38,7 +38,7 @@ from potstill.cache.codec import (
 )
 from potstill.cache.signal import draws, in_blocks, largest, largest_left, log_mass
 from potstill.config import StoreConfig
-from potstill.types import DenseTarget, PotstillError, SampledTarget, Target, TokenLogprobsTarget, TopKTarget
+from potstill.types import HiddenTarget, PotstillError, SampledTarget, Target, TokenLogprobsTarget, TopKTarget
 
 Signal = Mapping[str, Array]  # arrays of R rows each; their names are those of a kind's `layout`
 Take = Callable[[int], Bytes]  # the next so many bytes of a document
@@ -117,7 +117,7 @@ class SignalKind:
         """The signal of a document in which nothing is predicted."""
         return {name: np.zeros((0, *shape), dtype=dtype) for name, (shape, dtype) in self.layout().items()}
 
-    def compute(self, target: DenseTarget, labels: Tensor, asked: Array | None = None) -> dict[str, Array]:
+    def compute(self, target: HiddenTarget, labels: Tensor, asked: Array | None = None) -> dict[str, Array]:
         """The signal of R rows, given as hidden states and a head over the vocabulary. `asked` [R, n]: random numbers for
         draws; of kind `given`, the ids to look up."""
         return in_blocks(self.of_logits, target, self.vocabulary, labels, asked)
@@ -492,8 +492,7 @@ class Hidden(SignalKind):
     def streams(self) -> dict[str, Code]:
         return {"hidden": Raw(DTYPES[self.dtype], (self.width,))}
 
-    def compute(self, target: DenseTarget, labels: Tensor, asked: Array | None = None) -> dict[str, Array]:
-        assert target.hidden is not None
+    def compute(self, target: HiddenTarget, labels: Tensor, asked: Array | None = None) -> dict[str, Array]:
         hidden = target.hidden.detach().to("cpu", getattr(torch, self.dtype))
         return {"hidden": (hidden.view(torch.uint16) if self.dtype == "bfloat16" else hidden).numpy()}
 
@@ -501,10 +500,6 @@ class Hidden(SignalKind):
         """[R, H], in the teacher's dtype."""
         hidden = torch.from_numpy(rows["hidden"])
         return hidden.view(torch.bfloat16) if self.dtype == "bfloat16" else hidden
-
-    def target(self, rows: Signal, temperature: float = 1.0, width: int | None = None) -> DenseTarget:
-        """Without the head."""
-        return DenseTarget(hidden=self.states(rows))
 
     def problems(self, signal: Signal) -> Iterator[str]:
         if not self.states(signal).isfinite().all():

@@ -19,7 +19,7 @@ from potstill.cache.signal import uniforms
 from potstill.config import StoreConfig
 from potstill.data import collate
 from potstill.models import LanguageModel
-from potstill.types import Batch, DenseTarget, Example, PotstillError
+from potstill.types import Batch, Example, Head, PotstillError
 
 CLOSE = 0.1  # nats, on average: two ways to compute one distribution in few bits differ by less, two positions by more
 HEAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,8 +52,8 @@ class Origin(Protocol):
         """What a cache of it would hold; an error where it cannot give that."""
         ...
 
-    def head(self, width: int) -> DenseTarget:
-        """Its output head over so many ids, without hidden states."""
+    def head(self, width: int) -> Head:
+        """Its output head over so many ids."""
         ...
 
     def begin(self, form: SignalKind, examples: Sequence[Example]) -> Callable[[], Signal]:
@@ -78,8 +78,8 @@ class LiveOrigin:
     def format(self, store: StoreConfig) -> SignalKind:
         return format_of(store, self.teacher)
 
-    def head(self, width: int) -> DenseTarget:
-        return self.teacher.at_rows(torch.empty(0), width)
+    def head(self, width: int) -> Head:
+        return self.teacher.output_head(width)
 
     def begin(self, form: SignalKind, examples: Sequence[Example]) -> Callable[[], Signal]:
         found = signal_of_examples(self.teacher, form, examples)
@@ -133,9 +133,8 @@ def format_of(store: StoreConfig, teacher: LanguageModel) -> SignalKind:
     return kind_for(store, teacher.vocabulary, width, dtype_name(teacher.model.dtype))
 
 
-def save_head(head: DenseTarget, path: Path) -> None:
-    """A head without hidden states as a file; `read_head` has it again."""
-    assert head.weight is not None
+def save_head(head: Head, path: Path) -> None:
+    """A head as a file; `read_head` has it again."""
     tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
     if any(tensor.isnan().any() for tensor in tensors.values()):
         raise PotstillError("the teacher's head has numbers that are none (NaN): take another teacher")
@@ -147,7 +146,7 @@ def save_head(head: DenseTarget, path: Path) -> None:
 
 def read_head(
     tensors: Mapping[str, Tensor], about: Mapping[str, str], rows: int | None, width: int | None = None
-) -> DenseTarget:
+) -> Head:
     """What `save_head` wrote, over so many ids (None: all), of hidden states of that width. ValueError: what is wrong."""
     weight, bias = tensors.get("weight"), tensors.get("bias")
     if weight is None or not set(tensors) <= {"weight", "bias"}:
@@ -170,6 +169,4 @@ def read_head(
         if not 0 < value < np.inf:
             raise ValueError(f"{name} is {value}")
     softcap, scale = numbers.get("softcap"), numbers.get("logit_scale", 1.0)
-    return DenseTarget(
-        weight=weight[:rows], bias=None if bias is None else bias[:rows], softcap=softcap, logit_scale=scale
-    )
+    return Head(weight[:rows], None if bias is None else bias[:rows], softcap, scale)

@@ -21,7 +21,7 @@ from potstill.cache.store import Cache
 from potstill.cache.verify import coverage
 from potstill.config import DataConfig
 from potstill.models import load_tokenizer
-from potstill.types import Batch, DenseTarget, Example, PotstillError
+from potstill.types import Batch, Example, Head, PotstillError
 
 
 class DocumentSource(Protocol):
@@ -47,7 +47,7 @@ class DocumentSource(Protocol):
         """What `documents` did not find."""
         ...
 
-    def head(self, device: torch.device, width: int) -> DenseTarget:
+    def head(self, device: torch.device, width: int) -> Head:
         """The teacher's own, over so many ids; of kind hidden."""
         ...
 
@@ -78,9 +78,9 @@ class CacheReader:
         self._data = data
         self._as_read = as_read
         self.fixed = writer is None and not skip_missing
-        self._heads: dict[tuple[torch.device, int], DenseTarget] = {}
+        self._heads: dict[tuple[torch.device, int], Head] = {}
 
-    def head(self, device: torch.device, width: int) -> DenseTarget:
+    def head(self, device: torch.device, width: int) -> Head:
         """The teacher's own, over so many ids; of a cache of hidden states."""
         if (device, width) not in self._heads:
             self._heads[device, width] = load_head(self.cache.folder, width).to(device)
@@ -194,7 +194,7 @@ class CacheReader:
         )
 
 
-def load_head(folder: Path, width: int | None = None) -> DenseTarget:
+def load_head(folder: Path, width: int | None = None) -> Head:
     path = part(folder, HEAD)
     try:
         with safetensors.safe_open(path, "pt") as file:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from potstill.losses.dense import target_logits
 from potstill.losses.rows import LOG2_E
-from potstill.types import DenseTarget
+from potstill.types import HiddenTarget
 
 PRODUCT_BYTES = 64 * 2**20  # of one product's logits
 BLOCK_BYTES = 8 * 2**20  # of the logits worked on at once: they stay in a processor's last cache, and calls are few
@@ -35,7 +35,7 @@ def uniforms(seed: int, key: str, rows: int, draws: int) -> npt.NDArray[np.float
 @torch.no_grad()
 def in_blocks(
     of_logits: Callable[[Tensor, Tensor, Tensor | None], dict[str, Tensor]],
-    target: DenseTarget,
+    target: HiddenTarget,
     vocabulary: int,
     labels: Tensor,
     asked: npt.NDArray[Any] | None,

@@ -12,14 +12,14 @@ from rich.console import Console
 from potstill.config import CrossTokenizerConfig, SourceConfig
 from potstill.config.recipe import checked
 from potstill.data import Source, collate
-from potstill.losses import DenseTarget, fused_linear_kd
+from potstill.losses import fused_linear_kd
 from potstill.models import load_tokenizer
 from potstill.report.alignment import encode, show_corpus, show_text
 from potstill.teachers.cross_tokenizer import ChunkView
 from potstill.teachers.prefix_marginal import PrefixMarginalView
 from potstill.teachers.protocols import Signal
 from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks
-from potstill.types import Batch, Example, PotstillError, Target
+from potstill.types import Batch, Example, LogitsTarget, PotstillError, Target
 
 CHECKED_TEXT = (
     "The cafés of Zürich, naïve façades: 2,024 prices (€5) – “quoted”, 日本語 and 🙂.\n\tdef f(x): return x\n"
@@ -86,19 +86,19 @@ def _example(tokenizer: Any, text: str) -> Example:
 
 def _target(
     pair: TokenizerPair, method: Any, batch: Batch, read: Example, seed: int
-) -> tuple[Target, torch.Tensor, DenseTarget]:
+) -> tuple[Target, torch.Tensor, LogitsTarget]:
     """A random teacher, the rows at which it says something, and what it says there over its own ids. By the methods of chunks,
     the other tokens of a chunk have a likelihood of e^−1 each."""
     device = torch.device("cpu")
     if method == "prefix_marginal":
         marginal = PrefixMarginalView(pair).plan(batch, [read])
-        source = DenseTarget(logits=_random(len(marginal.token), len(pair.teacher), seed))
+        source = LogitsTarget(_random(len(marginal.token), len(pair.teacher), seed))
         known = np.ones(len(batch.rows), dtype=np.bool_) if marginal.known is None else marginal.known
         rows = torch.from_numpy(np.flatnonzero(known))
         target = marginal.target([Signal(source)], device)
         return target, rows, source.select(torch.from_numpy(marginal.answer)[rows])
     plan = ChunkView(pair, config=CrossTokenizerConfig(method=method)).plan(batch, [read])
-    source = DenseTarget(logits=_random(len(plan.chunks.first), len(pair.teacher), seed))
+    source = LogitsTarget(_random(len(plan.chunks.first), len(pair.teacher), seed))
     inner = -torch.ones(len(plan.inner_owner))
     return plan.target([Signal(source), Signal(token_logprobs=inner)], device), plan.chunks.first, source
 
@@ -114,10 +114,9 @@ def _student(pair: TokenizerPair, batch: Batch) -> tuple[torch.Tensor, torch.Ten
 def _identity(pair: TokenizerPair, method: str, batch: Batch) -> float:
     hidden, head = _student(pair, batch)
     target, rows, start = _target(pair, method, batch, batch.examples[0], 3)
-    assert start.logits is not None
     logits = torch.zeros(len(batch.rows), len(pair.teacher)).index_copy_(0, rows, start.logits)
     gradients = []
-    for one in (target, DenseTarget(logits=logits)):
+    for one in (target, LogitsTarget(logits)):
         weight = torch.zeros(len(batch.rows)).index_fill_(0, rows, 1.0)
         out = fused_linear_kd(hidden, head, one, labels=batch.rows.labels, row_weight=weight)
         (gradient,) = torch.autograd.grad(out.loss, hidden)

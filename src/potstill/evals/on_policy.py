@@ -57,12 +57,10 @@ class OnPolicyEval:
         with evaluating(model):
             for host_batch in laid_out(examples, Layout(len(examples), self._batch_size, 0, packing=False)):
                 batch = host_batch.to(model.device)
-                head = self._student.at_rows(self._student.hidden(batch, batch.rows.student))
+                own = self._student.at_rows(self._student.hidden(batch, batch.rows.student))
                 target = self._teacher.targets(batch)
-                assert head.hidden is not None and head.weight is not None
-                options: dict[str, Any] = {"softcap": head.softcap, "logit_scale": head.logit_scale, "bias": head.bias}
                 for name in sums:
-                    out = fused_linear_kd(head.hidden, head.weight, target, divergence=name, **options)
+                    out = fused_linear_kd(own.hidden, target=target, divergence=name, **vars(own.head))
                     sums[name] += float(out.kd.double().sum())
                 rows += len(batch.rows)
         means = {f"on_policy_{name}": total / rows for name, total in sums.items()}

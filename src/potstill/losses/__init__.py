@@ -5,11 +5,11 @@ from potstill.losses.divergences import DIVERGENCES
 from potstill.losses.fused import FusedLoss, fused_linear_kd
 from potstill.losses.kd import KDLoss
 from potstill.losses.policy_gradient import Score, chosen_logprobs, policy_gradient_kl
-from potstill.types import CrossTarget, DenseTarget, SampledTarget, TokenLogprobsTarget, TopKTarget
+from potstill.types import ChunkTarget, DenseTarget, SampledTarget, TokenLogprobsTarget, TopKTarget
 
 __all__ = [
     "DIVERGENCES",
-    "CrossTarget",
+    "ChunkTarget",
     "DenseTarget",
     "FusedLoss",
     "KDLoss",

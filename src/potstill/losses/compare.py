@@ -10,7 +10,16 @@ from torch import Tensor
 from potstill.losses.dense import log_probs, target_logits
 from potstill.losses.divergences import LOG_FLOOR
 from potstill.losses.fused import CHUNK_BYTES
-from potstill.types import CrossTarget, DenseTarget, SampledTarget, Spelling, Target, TokenLogprobsTarget, TopKTarget
+from potstill.types import (
+    ChunkTarget,
+    Dense,
+    HiddenTarget,
+    PrefixMarginalTarget,
+    SampledTarget,
+    Target,
+    TokenLogprobsTarget,
+    TopKTarget,
+)
 
 
 @dataclass(frozen=True)
@@ -27,10 +36,9 @@ class RowStats:
 
 
 @torch.no_grad()
-def compare_rows(student: DenseTarget, labels: Tensor, teacher: Target | None) -> RowStats:
+def compare_rows(student: HiddenTarget, labels: Tensor, teacher: Target | None) -> RowStats:
     """Compare student (hidden states and head) and teacher at N rows, in chunks."""
-    assert student.hidden is not None and student.weight is not None
-    chunk = max(16, CHUNK_BYTES // (4 * student.weight.shape[0]))
+    chunk = max(16, CHUNK_BYTES // (4 * student.width))
     parts: list[tuple[Tensor | None, ...]] = []
     for start in range(0, max(1, labels.shape[0]), chunk):
         rows = slice(start, start + chunk)
@@ -57,7 +65,7 @@ def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
 
 def _against(teacher: Target, rows: slice, logits: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The teacher's entropy, KL(P‖Q) and whether both like the same token best."""
-    if isinstance(teacher, CrossTarget | TokenLogprobsTarget):
+    if not isinstance(teacher, Dense | TopKTarget | SampledTarget):
         return None, None, None  # its tokens are others, or it has no distribution
     logq = log_probs(logits[:, : teacher.width])
     best = logq.argmax(-1)
@@ -82,7 +90,7 @@ def _against(teacher: Target, rows: slice, logits: Tensor) -> tuple[Tensor | Non
 
 
 @torch.no_grad()
-def label_logprobs(target: DenseTarget, labels: Tensor, temperature: float = 1.0) -> Tensor:
+def label_logprobs(target: Dense, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probabilities [N] of given ids at a dense target's N rows, in chunks."""
     chunk = max(16, CHUNK_BYTES // (4 * target.width))
     parts = [torch.zeros(0, device=labels.device)]
@@ -100,19 +108,19 @@ Confidence = tuple[Tensor, Tensor, Tensor]  # values, the rows they are at, and 
 def row_confidence(target: Target, labels: Tensor, what: str) -> Confidence | None:
     """How sure a teacher is: `ce`, the log-probabilities of the text itself; `entropy`, minus its entropy; `max_probability`,
     that of its first choice. None: it cannot be told."""
-    if isinstance(target, CrossTarget):
+    if isinstance(target, ChunkTarget):
         return _chunk_confidence(target, what)
-    if isinstance(target, SampledTarget) or (isinstance(target, TokenLogprobsTarget) and what != "ce"):
+    if not isinstance(target, Dense | TopKTarget) and not (isinstance(target, TokenLogprobsTarget) and what == "ce"):
         return None
     values = _confidence(target, labels, what)
     return values, torch.arange(len(labels), device=labels.device), torch.ones_like(values)
 
 
-def _chunk_confidence(target: CrossTarget, what: str) -> Confidence | None:
+def _chunk_confidence(target: ChunkTarget, what: str) -> Confidence | None:
     chunks = target.chunks
     if what == "ce":
         first = target.logprob
-        if isinstance(target.start, DenseTarget):
+        if isinstance(target.start, Dense):
             first = label_logprobs(target.start, target.token)
         rows = torch.ones_like(target.inner).index_add_(
             0, chunks.owner, torch.ones_like(chunks.owner, dtype=torch.float32)
@@ -124,7 +132,7 @@ def _chunk_confidence(target: CrossTarget, what: str) -> Confidence | None:
     return values, chunks.first, torch.ones_like(values)
 
 
-def _confidence(target: DenseTarget | TopKTarget | TokenLogprobsTarget, labels: Tensor, what: str) -> Tensor:
+def _confidence(target: Dense | TopKTarget | TokenLogprobsTarget, labels: Tensor, what: str) -> Tensor:
     if isinstance(target, TokenLogprobsTarget):
         return target.logprobs.clamp(min=LOG_FLOOR)
     if isinstance(target, TopKTarget):
@@ -145,12 +153,15 @@ def _confidence(target: DenseTarget | TopKTarget | TokenLogprobsTarget, labels: 
 
 
 @torch.no_grad()
-def shared_mass(target: CrossTarget | Spelling, most: int) -> Tensor:
-    """The teacher's mass on ids that the student has too, at a sample of its places [at most `most`]."""
-    if isinstance(target, Spelling):
+def shared_mass(target: Target, most: int) -> Tensor | None:
+    """The mass of a teacher with another tokenizer on ids that the student has too, at a sample of its places [at most `most`].
+    None: it has the same tokenizer, or it is not known any more."""
+    if isinstance(target, PrefixMarginalTarget):
         places = target.place[:: max(1, target.place.shape[0] // most)][:most]
         logp = log_probs(target_logits(target.source.select(places), slice(None)))
-        return (logp.exp() * target.whole).sum(-1)
+        return (logp.exp() * target.table.whole).sum(-1)
+    if not isinstance(target, ChunkTarget):
+        return None
     start, count = target.start, target.token.shape[0]
     if start is None or not count:
         return torch.zeros(0, device=target.token.device)

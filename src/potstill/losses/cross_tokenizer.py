@@ -21,7 +21,7 @@ from potstill.losses.dense import log_probs, target_logits
 from potstill.losses.divergences import LOG_FLOOR, Block
 from potstill.losses.rows import Call, Scratch, gated, softmax
 from potstill.losses.vocab_parallel import VocabShard
-from potstill.types import CrossTarget, DenseTarget, Relation, TopKTarget
+from potstill.types import ChunkTarget, HiddenTarget, LogitsTarget, Relation, TopKTarget
 
 ULD_ENTRIES = 256
 
@@ -30,14 +30,14 @@ ULD_ENTRIES = 256
 class OpenedChunks:
     """A target with what is found out while its rows go by."""
 
-    target: CrossTarget
+    target: ChunkTarget
     inner: Tensor  # [C]; sum of the student's log-probabilities of a chunk's tokens after the first
     pull: Tensor  # [C]; the loss's derivative with respect to that sum
     ready: Tensor | None = None  # a dense teacher's logits at the chunks that begin in the present chunk of rows …
     offset: int = 0  # … of which this is the first
 
     @classmethod
-    def of(cls, target: CrossTarget, dtype: torch.dtype) -> OpenedChunks:
+    def of(cls, target: ChunkTarget, dtype: torch.dtype) -> OpenedChunks:
         count, device = target.chunks.first.shape[0], target.chunks.first.device
         zeros = torch.zeros(2, count, dtype=dtype, device=device)
         return cls(target, zeros[0], zeros[1])
@@ -56,7 +56,7 @@ class OpenedChunks:
         chunks, start = self.target.chunks, self.target.start
         begin, end = np.searchsorted(chunks.first_host, (chunk.start, chunk.stop))
         self.offset = int(begin)
-        if isinstance(start, DenseTarget):
+        if isinstance(start, HiddenTarget | LogitsTarget):
             self.ready = target_logits(start, slice(begin, end))
         begin, end = np.searchsorted(chunks.inner_host, (chunk.start, chunk.stop))
         for here in range(int(begin), int(end), block):
@@ -206,7 +206,7 @@ def _over(gradient: Tensor, mass: Tensor) -> Tensor:
     return torch.where(mass > 0, gradient / mass.clamp(min=torch.finfo(mass.dtype).tiny), 0.0)
 
 
-def shared(first: First, teacher: Expected, target: CrossTarget, call: Call) -> Gradient:
+def shared(first: First, teacher: Expected, target: ChunkTarget, call: Call) -> Gradient:
     """The chunk · each pair of ids that mean the same · all else."""
     return (
         _shared_dense(first, teacher, target.relation, call)
@@ -307,7 +307,7 @@ def _rest_of(teacher: Expected, buckets: Tensor) -> Tensor:
     return _log(teacher.tail.exp() + others + began)[:, None]
 
 
-def projection(first: First, teacher: Expected, target: CrossTarget, call: Call) -> Gradient:
+def projection(first: First, teacher: Expected, target: ChunkTarget, call: Call) -> Gradient:
     """The chunk · the teacher's ids, with the student's mass sent to them through the map · the rest."""
     relation, columns = target.relation, first.columns
     entries, lost = _here(relation, "start", columns), _here(relation, "unmapped", columns)
@@ -350,7 +350,7 @@ def _here(relation: Relation, name: str, columns: VocabShard) -> slice:
     return slice(int(begin), int(end))
 
 
-def chunk(first: First, teacher: Expected, target: CrossTarget, call: Call) -> Gradient:
+def chunk(first: First, teacher: Expected, target: ChunkTarget, call: Call) -> Gradient:
     """{the chunk, anything else}, with both likelihoods raised to 1 / τ."""
     tau = target.chunk_temperature
     ours, theirs = ((side.log_chunk / tau).clamp(LOG_FLOOR, -1e-7) for side in (first, teacher))
@@ -360,7 +360,7 @@ def chunk(first: First, teacher: Expected, target: CrossTarget, call: Call) -> G
     return value, _towards(first.q.clone(), first.token, pull, first.columns), pull
 
 
-def uld(first: First, teacher: Expected, target: CrossTarget, call: Call) -> Gradient:
+def uld(first: First, teacher: Expected, target: ChunkTarget, call: Call) -> Gradient:
     """L1 between the largest probabilities of both sides, in order, and the rest."""
     columns, theirs = first.columns, teacher.logp.exp()
     kept = min(ULD_ENTRIES, target.relation.sizes[0], theirs.shape[1])
@@ -386,7 +386,7 @@ def uld(first: First, teacher: Expected, target: CrossTarget, call: Call) -> Gra
     return (q - p).abs().sum(-1), gradient, torch.zeros_like(first.inner)
 
 
-METHODS: dict[str, Callable[[First, Expected, CrossTarget, Call], Gradient]] = {
+METHODS: dict[str, Callable[[First, Expected, ChunkTarget, Call], Gradient]] = {
     "common_vocab": shared,
     "projection": projection,
     "span_likelihood": chunk,

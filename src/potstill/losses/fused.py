@@ -18,11 +18,11 @@ from torch import Tensor
 
 from potstill.losses.checks import check_call
 from potstill.losses.cross_tokenizer import OpenedChunks
-from potstill.losses.dense import head_logits, target_logits
+from potstill.losses.dense import target_logits
 from potstill.losses.divergences import LossParams
 from potstill.losses.rows import Call, Opened, Scratch, loss_of_rows
 from potstill.losses.vocab_parallel import VocabShard, shared_columns
-from potstill.types import CrossTarget, DenseTarget, Target
+from potstill.types import ChunkTarget, Dense, Head, PrefixMarginalTarget, Target
 
 CHUNK_BYTES = 192 * 2**20  # of one [n, V] buffer; with few rows a product mostly moves the head about
 BLOCK_BYTES = 2 * 2**20  # of one [b, V] buffer
@@ -57,7 +57,7 @@ def fused_linear_kd(
     """Distillation and cross-entropy loss of `hidden` [N, H] through the output head `weight` [V, H].
 
     `target` may be a sequence of (weight, target) pairs, for several teachers over one head product; `kd` is then their
-    weighted sum. A weight may be a tensor [N], one a row (the same for all rows of a chunk of a `CrossTarget`). A dense target
+    weighted sum. A weight may be a tensor [N], one a row (the same for all rows of a chunk of a `ChunkTarget`). A dense target
     narrower than V leaves the student's further ids (padding of the vocabulary) out of the divergence's softmax; the
     cross-entropy is always over all of V.
 
@@ -71,9 +71,10 @@ def fused_linear_kd(
     summed over the group. Ids are global.
     """
     targets = ((1.0, target),) if isinstance(target, Target) else tuple(target or ())
+    head = Head(weight, bias, softcap, logit_scale)
     check_call(
         hidden,
-        weight,
+        head,
         targets,
         labels=labels,
         row_weight=row_weight,
@@ -82,8 +83,6 @@ def fused_linear_kd(
         beta=beta,
         alpha=alpha,
         ce_weight=ce_weight,
-        bias=bias,
-        softcap=softcap,
         entropy_gate=entropy_gate,
         chunk_rows=chunk_rows,
         sharded=group is not None,
@@ -93,7 +92,7 @@ def fused_linear_kd(
         row_weight = hidden.new_ones(hidden.shape[0], dtype=torch.float32)
     compute = torch.promote_types(hidden.dtype, torch.float32)
     call = Call(
-        targets=[(w, OpenedChunks.of(t, compute) if isinstance(t, CrossTarget) else t) for w, t in targets],
+        targets=[(w, OpenedChunks.of(t, compute) if isinstance(t, ChunkTarget) else t) for w, t in targets],
         labels=labels,
         row_weight=row_weight,
         divergence=divergence,
@@ -148,7 +147,7 @@ def _chunks(
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     n = min(rows, chunk_rows or max(16, CHUNK_BYTES // (compute.itemsize * call.columns.widest)))
     # A dense target needs five such buffers at once, the others two at most: as much cache is good for more rows.
-    dense = any(isinstance(target, DenseTarget) for _, target in call.targets)
+    dense = any(isinstance(target, Dense) for _, target in call.targets)
     b = max(1, min(n, (1 if dense else 4) * BLOCK_BYTES // (compute.itemsize * vocabulary)))
     if call.columns.group is not None or hidden.device.type != "cpu":
         b = n  # collectives and kernel launches are few when blocks are large
@@ -160,6 +159,7 @@ def _chunks(
     kd = torch.zeros(rows, dtype=compute, device=hidden.device)
     ce = torch.zeros_like(kd)
     weight_h = weight.to(hidden.dtype)
+    head = Head(weight_h, bias, None, call.logit_scale)
     opened = [target for _, target in call.targets if isinstance(target, OpenedChunks)]
     chunks = list(_cut(rows, n, opened))
     n = max((chunk.stop - chunk.start for chunk in chunks), default=n)
@@ -172,10 +172,10 @@ def _chunks(
 
     for chunk in chunks:
         start, count = chunk.start, chunk.stop - chunk.start
-        logits = head_logits(hidden[chunk], weight_h, bias, None, call.logit_scale, out=student[:count])
+        logits = head.logits(hidden[chunk], student[:count])  # its cap comes later, with its slope
         ready = [
             target_logits(target, chunk, buffer[:count], call.temperature, call.columns)
-            if isinstance(target, DenseTarget) and buffer is not None
+            if isinstance(target, Dense) and buffer is not None
             else None
             for (_, target), buffer in zip(call.targets, teachers, strict=True)
         ]
@@ -228,11 +228,10 @@ def _room_for(
     target: Target | Opened, place: int, rows: int, compute: torch.dtype, columns: VocabShard, device: torch.device
 ) -> Tensor | None:
     """Room for a chunk of a dense teacher's logits; the divergence works in it, so ready logits are copied there too."""
-    if not isinstance(target, DenseTarget):
+    if not isinstance(target, Dense):
         return None
-    width = target.width
-    if target.spelled is not None:  # whole on every rank, but spelled in this rank's columns
-        width = min(max(width - columns.start, 0), columns.size)
+    # A prefix-marginal one is whole on every rank, but its logits are made for this rank's ids.
+    width = columns.beyond(target.width) if isinstance(target, PrefixMarginalTarget) else target.width
     return _room(place, rows, width, compute, device)
 
 

@@ -20,7 +20,7 @@ from potstill.losses.divergences import LossParams, temperature_scale
 from potstill.losses.fused import BLOCK_BYTES, CHUNK_BYTES
 from potstill.losses.rows import Call, Scratch, loss_of_rows
 from potstill.losses.vocab_parallel import VocabShard, shared_columns
-from potstill.types import DenseTarget
+from potstill.types import LogitsTarget
 
 ROWS_OF_A_GROUP = 256  # at a time, where ranks share the vocabulary
 
@@ -159,7 +159,7 @@ def _loss_and_gradient(student: Tensor, teacher: Tensor, settings: _Settings) ->
     device, compute, weights = student.device, settings.compute, settings.row_weight
     scale = temperature_scale(settings.divergence, settings.temperature)
     call = Call(
-        targets=((1.0, DenseTarget(logits=teacher)),),
+        targets=((1.0, LogitsTarget(teacher)),),
         labels=None,
         row_weight=weights,
         divergence=settings.divergence,
@@ -260,9 +260,9 @@ def _of_slices(
         if not student.shape[-1] == teacher.shape[-1] > 0:
             _refuse_widths(teacher.shape[-1], student.shape[-1])
         return student, teacher, labels, VocabShard(student.shape[-1], student.shape[-1])
-    whole = ((1.0, DenseTarget(logits=teacher)),)
+    whole = ((1.0, LogitsTarget(teacher)),)
     columns, ((_, target),), same_ids = shared_columns(student.shape[-1], whole, group, student.device)
-    assert isinstance(target, DenseTarget) and target.logits is not None
+    assert isinstance(target, LogitsTarget)
     if not same_ids:
         _refuse_widths(teacher.shape[-1], student.shape[-1])
     return student, target.logits, labels, columns

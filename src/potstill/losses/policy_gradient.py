@@ -14,7 +14,7 @@ from torch import Tensor
 
 from potstill.losses.compare import label_logprobs
 from potstill.losses.divergences import LOG_FLOOR
-from potstill.types import DenseTarget, Target, TokenLogprobsTarget
+from potstill.types import Dense, Target, TokenLogprobsTarget
 
 LARGEST_LOG_RATIO = 60.0  # e⁶⁰ is finite in float32, and so is the sum of many: for the log, the loss clips far below
 
@@ -82,11 +82,10 @@ def chosen_logprobs(target: Target, labels: Tensor) -> Tensor:
     """log P of the labels [N]. An id that the teacher does not have is as unlikely to it as can be."""
     if isinstance(target, TokenLogprobsTarget):
         return target.logprobs
-    if not isinstance(target, DenseTarget):
+    if not isinstance(target, Dense):
         raise ValueError(
             "policy_gradient_kl needs how likely the text's own tokens are to the teacher: a TokenLogprobsTarget or a "
-            "DenseTarget, "
-            f"not a {type(target).__name__}"
+            f"DenseTarget, not a {type(target).__name__}"
         )
     with torch.autocast(labels.device.type, enabled=False):
         logprobs = label_logprobs(target, labels.clamp(max=target.width - 1))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from potstill.losses.divergences import DIVERGENCES, LOG_FLOOR, Block, LossParams, forward_kl, temperature_scale
 from potstill.losses.vocab_parallel import VocabShard
-from potstill.types import CrossTarget, DenseTarget, SampledTarget, Target, TokenLogprobsTarget, TopKTarget
+from potstill.types import Dense, SampledTarget, Target, TopKTarget
 
 LOG2_E = math.log2(math.e)
 Ready = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]  # q, p, and the normalizers of P and Q, as a Block has them
@@ -189,7 +189,7 @@ def _divergence(
         z.div_(t)
         if teacher is not None:
             teacher.div_(t)
-    if isinstance(target, DenseTarget):
+    if isinstance(target, Dense):
         assert teacher is not None
         value, factor = _dense(z, teacher, call, scratch, ready)
     elif isinstance(target, TopKTarget):
@@ -197,7 +197,7 @@ def _divergence(
     elif isinstance(target, SampledTarget):
         value, factor = _sampled(z, target, rows, call, scratch)
     else:
-        assert not isinstance(target, CrossTarget | TokenLogprobsTarget), "one was opened before, the other refused"
+        assert not isinstance(target, Target), "a ChunkTarget was opened before, the others are refused"
         value, factor = target.loss(z, rows, call, scratch)
     return value * scale, factor * scale / t
 

@@ -7,7 +7,7 @@ is the same on every rank, so nothing is reduced in the backward pass but the gr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from potstill.losses.checks import check_slices
-from potstill.types import DenseTarget, Target
+from potstill.types import Dense, PrefixMarginalTarget, Target
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def shared_columns(
     waits here, once a call, for every rank's sizes: ranks must cut chunks alike, share a softmax alike and refuse alike, or
     they would wait for each other for ever.
     """
-    widths = [target.width for _, target in targets if isinstance(target, DenseTarget)]
+    widths = [target.width for _, target in targets if isinstance(target, Dense)]
     if group is None:
         return VocabShard(size, size), tuple(targets), all(width == size for width in widths)
     rank = dist.get_rank(group)
@@ -96,29 +96,15 @@ def shared_columns(
     columns = VocabShard(size, max(sizes), starts[rank], group)
     cut, same_ids = [], True
     for share, target in targets:
-        if isinstance(target, DenseTarget):
+        if isinstance(target, Dense):
             held = widths_of.pop(0)
-            if target.spelled is not None or min(held) > columns.widest:
+            if isinstance(target, PrefixMarginalTarget) or min(held) > columns.widest:
                 whole = held[rank]
                 held = [min(max(whole - at, 0), n) for at, n in zip(starts, sizes, strict=False)]
                 check_slices(sizes, held, whole)
-                target = _narrowed(target, columns.start, held[rank])
+                target = target.narrow(columns.start, held[rank])
             else:
                 check_slices(sizes, held)
             same_ids = same_ids and held == sizes
         cut.append((share, target))
     return columns, tuple(cut), same_ids
-
-
-def _narrowed(target: DenseTarget, start: int, width: int) -> DenseTarget:
-    """The same teacher over some of its ids; views, no copies."""
-    if target.mean:
-        return replace(target, mean=[(share, _narrowed(part, start, width)) for share, part in target.mean])
-    if target.spelled is not None:
-        return target  # it is spelled in the columns that are asked for
-    return replace(
-        target,
-        weight=None if target.weight is None else target.weight.narrow(0, min(start, target.width), width),
-        bias=None if target.bias is None else target.bias.narrow(0, min(start, target.width), width),
-        logits=None if target.logits is None else target.logits.narrow(-1, min(start, target.width), width),
-    )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from potstill.models.libraries import quiet
-from potstill.types import Batch, DenseTarget, PotstillError
+from potstill.types import Batch, Head, HiddenTarget, PotstillError
 
 
 @dataclass
@@ -54,15 +54,16 @@ class LanguageModel:
             states = self._short_and_long(batch, lengths, limit)
         return states.flatten(0, 1).index_select(0, positions)
 
-    def at_rows(self, hidden: Tensor, width: int | None = None) -> DenseTarget:
+    def at_rows(self, hidden: Tensor, width: int | None = None) -> HiddenTarget:
         """Hidden states [N, H] with this model's head, narrowed to the first `width` ids."""
+        return HiddenTarget(hidden, self.output_head(width))
+
+    def output_head(self, width: int | None = None) -> Head:
         module = self.model.get_output_embeddings()
         bias = module.bias if isinstance(module, nn.Linear) else None
         if self.rows is not None:
             width = self.rows if width is None else min(width, self.rows)
-        return DenseTarget(
-            hidden=hidden, weight=module.weight[:width], bias=None if bias is None else bias[:width], **self.head
-        )
+        return Head(module.weight[:width], None if bias is None else bias[:width], **self.head)
 
     @property
     def positions(self) -> int | None:

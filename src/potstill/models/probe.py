@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from potstill.losses.dense import target_logits
 from potstill.models.language_model import LanguageModel, evaluating, hidden_states
 from potstill.models.libraries import reason
 from potstill.types import Batch, PotstillError, Rows
@@ -100,8 +99,8 @@ def _head(language_model: LanguageModel, seen: _Seen, who: str) -> dict[str, Any
         if hasattr(config, key) and isinstance(value := getattr(config, key), int | float)
     }
     for head in (found, {}):
-        plain = language_model.at_rows(seen.hidden)
-        ours = target_logits(replace(plain, **head), slice(None))
+        plain = language_model.output_head()
+        ours = replace(plain, **head).logits(seen.hidden)
         if _is_head(seen, plain.bias is not None, **head) and _close(ours, seen.logits, language_model.model.dtype):
             return head
     raise PotstillError(

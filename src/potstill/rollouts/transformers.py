@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from potstill.config import SamplingConfig
-from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, backbone, evaluating
 from potstill.models.libraries import reason
 from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
@@ -140,7 +139,7 @@ class TransformersEngine:
         lengths = torch.tensor(most, device=device)  # until a stop ends them
         stops = _StopTexts(self._sampling.stop, self._writer.tokenizer, rows)
         for at in range(longest):
-            logits = target_logits(self._writer.at_rows(run.hidden, self._width), slice(None))
+            logits = self._writer.output_head(self._width).logits(run.hidden)
             chosen, logprob = draw(logits, random[run.rows, at], self._sampling)
             ids[run.rows, at], logprobs[run.rows, at] = chosen, logprob.float()
             ended = torch.isin(chosen, self._stop) & (lengths[run.rows] > at + 1)
@@ -227,7 +226,7 @@ class TransformersEngine:
         whole = torch.from_numpy(np.concatenate([ask.ids, text.ids])[None].astype(np.int64)).to(model.device)
         with _writing(model), autocast():
             hidden = backbone(model)(input_ids=whole, use_cache=False).last_hidden_state[0, len(ask.ids) - 1 : -1]
-            logits = target_logits(self._writer.at_rows(hidden, self._width), slice(None)).float()
+            logits = self._writer.output_head(self._width).logits(hidden).float()
         chances = logits.log_softmax(-1).gather(-1, whole[0, len(ask.ids) :, None]).squeeze(-1).cpu().numpy()
         return float(np.abs(chances - text.logprobs).mean()), max(float(logits.std(-1).mean()), 1e-3)
 

@@ -20,7 +20,7 @@ from potstill.config import StoreConfig
 from potstill.models import load_tokenizer
 from potstill.serving import protocol
 from potstill.serving.http import NO_SUCH_PATH, Answer, Connection, plain
-from potstill.types import DenseTarget, Example, PotstillError
+from potstill.types import Example, Head, PotstillError
 
 TOKENIZER_BYTES = 256 * 2**20  # of its files; the largest known have 40 MB
 WIDEST = 2**16  # hidden states
@@ -86,7 +86,7 @@ class PotstillServer:
     def format(self, store: StoreConfig) -> SignalKind:
         return kind_for(store, self.vocabulary, self._width, self.identity.dtype)
 
-    def head(self, width: int) -> DenseTarget:
+    def head(self, width: int) -> Head:
         most = 4 * self.vocabulary * (self._width + 1) + protocol.HEADER_BYTES
         answer = self._checked(self.connection.get("/head", most=most))
         try:

@@ -24,7 +24,7 @@ from potstill.config import StoreConfig, TeacherConfig
 from potstill.models import load_tokenizer
 from potstill.serving.client import Given
 from potstill.serving.http import NO_SUCH_PATH, SMALL, Connection, Refused
-from potstill.types import DenseTarget, Example, PotstillError
+from potstill.types import Example, Head, PotstillError
 
 PROBE = (
     "The committee met on 14 March 1851; its report, long and careful, was read aloud, and then (as usual) put away."
@@ -140,7 +140,7 @@ class OpenAIServer:
             )
         return kind_for(store, self.vocabulary, 0, "float32")
 
-    def head(self, width: int) -> DenseTarget:
+    def head(self, width: int) -> Head:
         raise self.connection.error("only `potstill serve` hands out its output head")
 
     # What it says

@@ -20,7 +20,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from safetensors import SafetensorError
 
@@ -224,7 +223,7 @@ class Service:
         teacher = self.scorer.teacher
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "head.safetensors"
-            save_head(teacher.at_rows(torch.empty(0), teacher.vocabulary), path)
+            save_head(teacher.output_head(teacher.vocabulary), path)
             with path.open("rb") as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from potstill.config import LossConfig
 from potstill.losses import row_confidence
-from potstill.types import Batch, DenseTarget, PotstillError, Prepared, Target, Teacher
+from potstill.types import Batch, Dense, MeanTarget, PotstillError, Prepared, Target, Teacher
 
 
 def compute_targets(
@@ -51,21 +51,21 @@ def compute_targets(
     return list(zip(shares[:, owner] * mask, targets, strict=True))
 
 
-def _mean(names: Sequence[str], weights: Sequence[float], targets: Sequence[Target]) -> DenseTarget:
-    parts = []
-    for name, weight, target in zip(names, weights, targets, strict=True):
-        if not isinstance(target, DenseTarget):
+def _mean(names: Sequence[str], weights: Sequence[float], targets: Sequence[Target]) -> MeanTarget:
+    parts: list[Dense] = []
+    for name, target in zip(names, targets, strict=True):
+        if not isinstance(target, Dense):
             raise PotstillError(
                 f"loss.combine_teachers is average, and the teacher {name} gives no distribution over all of the student's "
                 "ids: it must be a model with the student's tokenizer, or a cache of kind hidden of one"
             )
-        parts.append((weight / sum(weights), target))
-    widths = {target.width for _, target in parts}
+        parts.append(target)
+    widths = {target.width for target in parts}
     if len(widths) > 1:
         raise PotstillError(
             f"loss.combine_teachers is average, and the teachers share {sorted(widths)} ids with the student"
         )
-    return DenseTarget(mean=parts)
+    return MeanTarget(tuple(weight / sum(weights) for weight in weights), tuple(parts))
 
 
 def _weighed(

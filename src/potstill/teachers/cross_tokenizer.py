@@ -20,7 +20,7 @@ from potstill.models import LanguageModel
 from potstill.teachers.prefix_marginal import PrefixMarginalView
 from potstill.teachers.protocols import Asked, Ints, Plan, Signal, TokenizerView
 from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks, expanded
-from potstill.types import Batch, Chunks, CrossTarget, DenseTarget, Example, TopKTarget
+from potstill.types import Batch, Chunks, ChunkTarget, Example, SampledTarget, TopKTarget
 
 
 def cross_tokenizer_view(
@@ -57,7 +57,7 @@ class ChunkView:
             known=None if known.all() else known,
             counts=kept.counts,
             view=self,
-            chunks=Chunks(torch.from_numpy(first), torch.from_numpy(rows), torch.from_numpy(owner), first, rows),
+            chunks=Chunks.at(first, rows),
             inner_owner=teacher_owner,
         )
 
@@ -70,17 +70,17 @@ class ChunkPlan(Plan):
     chunks: Chunks
     inner_owner: Ints  # [T]; whose the others are
 
-    def target(self, signals: Sequence[Signal], device: torch.device) -> CrossTarget:
+    def target(self, signals: Sequence[Signal], device: torch.device) -> ChunkTarget:
         config, (at_first, at_inner) = self.view.config, signals
         arrays = (*(one.token for one in self.asked), self.inner_owner)
         token, inner_token, owner = (torch.from_numpy(array).to(device) for array in arrays)
         whole, start = config.method != "span_likelihood", at_first.target
         logprobs = self._logprobs(at_inner, inner_token)
         inner = logprobs.new_zeros(len(token)).index_add_(0, owner, logprobs)
-        assert start is None or isinstance(start, DenseTarget | TopKTarget)
-        of_head = whole and isinstance(start, DenseTarget)  # by the loss
+        assert not isinstance(start, SampledTarget)
+        of_head = whole and start is not None and start.dense  # by the loss
         logprob = torch.zeros_like(inner) if of_head else self._logprobs(at_first, token)
-        return CrossTarget(
+        return ChunkTarget(
             config.method,
             self.chunks.to(device),
             self.view.pair.relation(device),
@@ -94,7 +94,7 @@ class ChunkPlan(Plan):
     def _logprobs(self, signal: Signal, token: Tensor) -> Tensor:
         if signal.token_logprobs is not None:
             return signal.token_logprobs
-        assert isinstance(signal.target, DenseTarget)
+        assert signal.target is not None and not isinstance(signal.target, TopKTarget | SampledTarget)
         return label_logprobs(signal.target, token, self.view.temperature)
 
 

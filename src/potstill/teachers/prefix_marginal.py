@@ -20,23 +20,24 @@ from potstill.teachers.protocols import NONE, Asked, Ints, Plan, Signal, flat_pl
 from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks, expanded
 from potstill.text import TokenTable
 from potstill.text.tokens import BYTE, TEXT
-from potstill.types import Batch, DenseTarget, Example, Spelling, Target, TopKTarget
+from potstill.types import (
+    Batch,
+    Example,
+    HiddenTarget,
+    LogitsTarget,
+    PrefixMarginalTarget,
+    SampledTarget,
+    Target,
+    TopKTarget,
+)
 
 Floats = npt.NDArray[np.float32]
-TABLES = ("main", "more_token", "more_slot", "several", "nowhere", "whole", "begin", "token", "then")
 
 
 class PrefixMarginalView:
     def __init__(self, pair: TokenizerPair, temperature: float = 1.0) -> None:
         self.pair, self.temperature = pair, temperature
         self.table = pair.prefix_table
-        self._tensors: dict[torch.device, dict[str, Tensor]] = {}
-
-    def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """The table on a device."""
-        if device not in self._tensors:
-            self._tensors[device] = {name: torch.from_numpy(getattr(self.table, name)).to(device) for name in TABLES}
-        return self._tensors[device]
 
     def plan(self, batch: Batch, read: Sequence[Example]) -> PrefixMarginalPlan:
         pair, kept = self.pair, aligned_chunks(self.pair, batch, read)
@@ -117,12 +118,12 @@ class PrefixMarginalPlan(Plan):
     def target(self, signals: Sequence[Signal], device: torch.device) -> Target:
         if self.entries is not None:
             return self.entries.to(device)
-        assert isinstance(signals[0].target, DenseTarget)
-        return self.dense(signals[0].target, device)
+        source = signals[0].target
+        assert source is not None and not isinstance(source, TopKTarget | SampledTarget)
+        return self.dense(source, device)
 
-    def dense(self, source: DenseTarget, device: torch.device) -> DenseTarget:
+    def dense(self, source: HiddenTarget | LogitsTarget, device: torch.device) -> PrefixMarginalTarget:
         """The target of a teacher that is there with its head, at the U places."""
-        table = self.view.table
 
         def moved(array: Ints) -> Tensor:
             return torch.from_numpy(array).to(device, non_blocking=True)
@@ -134,25 +135,18 @@ class PrefixMarginalPlan(Plan):
             further, token = source.select(moved(self.beyond)), moved(self.token[self.beyond])
             logprobs = label_logprobs(further, token, self.view.temperature).float()
             beyond.index_add_(0, moved(self.beyond_row), logprobs)
-        return DenseTarget(
-            spelled=Spelling(
-                source=source,
-                students=table.students,
-                **self.view.tensors(device),
-                place=moved(self.answer),
-                node=moved(self.node),
-                actual=moved(self.token[self.answer]),
-                usual=moved(self.usual),
-                own=moved(self.own),
-                beyond=beyond,
-                odd_host=odd,
-                more_then_host=table.more_then,
-                slot_host=table.more_slot,
-                nowhere_host=table.nowhere,
-                place_host=self.answer,
-                node_host=self.node,
-                sizes_host=np.diff(table.begin),
-            )
+        return PrefixMarginalTarget(
+            source=source,
+            table=self.view.table.on(device),
+            place=moved(self.answer),
+            node=moved(self.node),
+            actual=moved(self.token[self.answer]),
+            usual=moved(self.usual),
+            own=moved(self.own),
+            beyond=beyond,
+            place_host=self.answer,
+            node_host=self.node,
+            odd_host=odd,
         )
 
     def top_k(

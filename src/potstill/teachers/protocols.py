@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from potstill.cache.document import Document
-from potstill.types import Batch, DenseTarget, Example, SampledTarget, Target, TopKTarget
+from potstill.types import Batch, Example, HiddenTarget, LogitsTarget, SampledTarget, Target, TopKTarget
 
 Ints = npt.NDArray[np.int64]
 NONE: Ints = np.zeros(0, dtype=np.int64)
@@ -57,7 +57,7 @@ class Reading:
 class Signal:
     """What a teacher says at U of its tokens, over its own ids."""
 
-    target: DenseTarget | TopKTarget | SampledTarget | None = None  # None: no distribution is known
+    target: HiddenTarget | LogitsTarget | TopKTarget | SampledTarget | None = None  # None: no distribution is known
     token_logprobs: Tensor | None = None  # [U]; of the tokens that were there
     hidden: Tensor | None = None  # [U, H]; on the host, in place of the target: the head is on the device
 

@@ -27,7 +27,7 @@ from potstill.teachers.reading import TeacherReader
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.stored import StoredSignal
 from potstill.teachers.teacher import Teacher
-from potstill.types import Batch, DenseTarget, Example, PotstillError, TopKTarget
+from potstill.types import Batch, Example, Head, PotstillError, TopKTarget
 
 Given = Sequence[npt.NDArray[np.int32]]
 Server = PotstillServer | OpenAIServer
@@ -51,12 +51,12 @@ class RemoteOrigin:
         self.server = server
         self.tokenizer, self.positions, self.identity = server.tokenizer, server.positions, server.identity
         self.probe, self.at_once = server.probe, concurrency
-        self.heads: dict[tuple[torch.device, int], DenseTarget] = {}  # downloaded once, whoever reads with it
+        self.heads: dict[tuple[torch.device, int], Head] = {}  # downloaded once, whoever reads with it
 
     def format(self, store: StoreConfig) -> SignalKind:
         return self.server.format(store)
 
-    def head(self, width: int) -> DenseTarget:
+    def head(self, width: int) -> Head:
         return self.server.head(width)
 
     def begin(self, form: SignalKind, examples: Sequence[Example]) -> Callable[[], Arrays]:
@@ -140,7 +140,7 @@ class ScoredDocuments:
     def compute(self, examples: Sequence[Example]) -> None:
         """Nothing is left to do: `documents` waits for the server."""
 
-    def head(self, device: torch.device, width: int) -> DenseTarget:
+    def head(self, device: torch.device, width: int) -> Head:
         heads = self._origin.heads
         if (device, width) not in heads:
             heads[device, width] = self._origin.head(width).to(device)

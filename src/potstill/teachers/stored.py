@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from potstill.cache.document import SignalRows
+from potstill.cache.kinds import Hidden
 from potstill.cache.manifest import tokenizer_of
 from potstill.cache.reader import DocumentSource
 from potstill.cache.reading import chat_kwargs, template_fingerprint
@@ -19,7 +19,7 @@ from potstill.config import DataConfig
 from potstill.models import load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
-from potstill.types import Batch, DenseTarget, Example, PotstillError, SampledTarget, TopKTarget
+from potstill.types import Batch, Example, HiddenTarget, PotstillError, SampledTarget, TopKTarget
 
 
 class StoredSignal(SignalSource):
@@ -50,15 +50,13 @@ class StoredSignal(SignalSource):
 
     def _decoded(self, rows: SignalRows, asked: Asked) -> Signal:
         form = rows.form
-        if form.has_head:
-            target = form.target(rows)
-            assert isinstance(target, DenseTarget)
-            return Signal(hidden=target.hidden)
+        if isinstance(form, Hidden):
+            return Signal(hidden=form.states(rows))
         logprobs = torch.from_numpy(rows["token_logprobs"]) if asked.token_logprobs else None
         if not asked.distribution:
             return Signal(token_logprobs=logprobs)
         target = form.target(rows, self._temperature, self._width)
-        assert isinstance(target, DenseTarget | TopKTarget | SampledTarget)
+        assert isinstance(target, TopKTarget | SampledTarget)
         return Signal(target, logprobs)
 
     def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], host: Sequence[Signal]) -> list[Signal]:
@@ -70,7 +68,8 @@ class StoredSignal(SignalSource):
         if all(signal.hidden is None for signal in host):
             return [Signal(None if s.target is None else s.target.to(device), moved(s.token_logprobs)) for s in host]
         head = self.documents.head(device, self._width)
-        return [Signal(replace(head, hidden=moved(signal.hidden))) for signal in host]
+        hidden = (moved(signal.hidden) for signal in host)
+        return [Signal(HiddenTarget(part, head)) for part in hidden if part is not None]
 
     def close(self) -> None:
         self.documents.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from potstill.data import collate
-from potstill.teachers.protocols import Ints, Plan, Reading, Signal, SignalSource, TokenizerView
-from potstill.types import Batch, CrossTarget, Example, Prepared, Target
+from potstill.teachers.protocols import Plan, Reading, Signal, SignalSource, TokenizerView
+from potstill.types import Batch, Example, Prepared, Target
 
 Source = TypeVar("Source", bound=SignalSource, covariant=True)
 Bools = npt.NDArray[np.bool_]
@@ -96,7 +96,7 @@ class Teacher(Generic[Source]):
         assert ready.plan is not None and ready.reading is not None
         signals = self.source.signal(part, ready.reading, ready.plan.asked, ready.signals)
         target = ready.plan.target(signals, device)
-        return target if rows is None else _spread(target, np.flatnonzero(rows), len(batch.rows)), ready
+        return target if rows is None else target.spread(np.flatnonzero(rows), len(batch.rows)), ready
 
     def targets(self, batch: Batch, prepared: Prepared | None = None) -> Target:
         """The target of a batch that it has something to say about."""
@@ -106,15 +106,3 @@ class Teacher(Generic[Source]):
 
     def close(self) -> None:
         self.source.close()
-
-
-def _spread(target: Target, rows: Ints, count: int) -> Target:
-    """A target of some rows as one of all. The others repeat what comes before them; their weight is 0."""
-    if isinstance(target, CrossTarget):
-        chunks = target.chunks
-        at, first, inner = torch.from_numpy(rows).to(chunks.first.device), chunks.first_host, chunks.inner_host
-        moved = replace(
-            chunks, first=at[chunks.first], inner=at[chunks.inner], first_host=rows[first], inner_host=rows[inner]
-        )
-        return replace(target, chunks=moved)
-    return target.select(torch.from_numpy(np.maximum(np.searchsorted(rows, np.arange(count), side="right") - 1, 0)))

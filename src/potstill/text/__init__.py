@@ -1,9 +1,10 @@
 """Text and tokens: what a vocabulary stands for in bytes, how two of them line up, and how a chat becomes text."""
 
 from potstill.text.align import Alignment, align, align_batch, align_spans
-from potstill.text.prefix import PrefixTable, lexicon
+from potstill.text.prefix import lexicon
 from potstill.text.tokens import TokenTable
 from potstill.text.vocab import VocabMap, vocab_map
+from potstill.types import PrefixTable
 
 __all__ = [
     "Alignment",

@@ -1,53 +1,13 @@
 """A teacher's tokens spelled in a student's: which of the student's tokens comes first in what is left of a teacher's token
-once some of its bytes are written.
-
-A *node* is what has been written of a teacher's next token; node 0 is nothing, and has no entries. E entries: teacher ids that
-begin as a node says and go on, each with the student's first token of the rest.
-"""
+once some of its bytes are written."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 
 from potstill.text.tokens import BYTE, TEXT, TokenTable
 from potstill.text.vocab import VocabMap
-
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class PrefixTable:
-    """NOWHERE stands for no token: a special that the student has no word for."""
-
-    students: int  # ids of the student
-    first: Ints  # [teacher ids]; the student's first token of each
-    whole: npt.NDArray[np.bool_]  # [teacher ids]; that token is all of it
-    main: Ints  # [students]; the teacher id that counts for each, its partner if it has one; NOWHERE: none does
-    more_token: Ints  # [M]; the other teacher ids, in the order of …
-    more_then: Ints  # [M]; … what they count for …
-    more_slot: Ints  # [M]; … which of these it is:
-    several: Ints  # [S]; the student's ids that more than one counts for
-    nowhere: Ints  # those that none does
-    begin: Ints  # [nodes + 1]; the entries of each node
-    token: Ints  # [E]; teacher id
-    then: Ints  # [E]; student id
-    base: Ints  # [teacher ids + 1]; where an id's own places are below: one for each of its bytes but the first
-    node_at: Ints  # [places]; what is written when so many bytes of it are
-    then_at: Ints  # [places]; what comes next of the student's
-    depth: Ints  # [nodes]; bytes of each
-    lengths: Ints  # [teacher ids]; bytes of each, 0 of specials
-
-    def at(self, token: Ints, written: Ints) -> tuple[Ints, Ints]:
-        """Node, and the student's next token, when so many bytes of each token are written; fewer than it has."""
-        place = np.minimum(self.base[token] + written - 1, max(0, len(self.node_at) - 1))
-        if not len(self.node_at):
-            return np.zeros_like(token), self.first[token]
-        begun = written > 0
-        return np.where(begun, self.node_at[place], 0), np.where(begun, self.then_at[place], self.first[token])
-
+from potstill.types import PrefixTable
 
 NOWHERE = -1
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from potstill.teachers.combine import compute_targets
-from potstill.types import Batch, DenseTarget, PotstillError, TokenLogprobsTarget
+from potstill.types import Batch, PotstillError
 
 if TYPE_CHECKING:
     from potstill.data import PreparedStep
@@ -43,7 +43,7 @@ def _cause(parts: Parts, batch: Batch, ready: Any, settings: LossSettings) -> st
     """Whose output is not finite in this micro-batch, and what to try."""
     targets = compute_targets(parts.teachers, ready, batch, parts.recipe.loss)
     for index, (_, target) in enumerate(targets):
-        if isinstance(target, DenseTarget | TokenLogprobsTarget) and (what := _not_finite(target)):
+        if what := target.not_finite():
             return f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"
     with parts.autocast():
         value, _ = parts.module(batch, targets, batch.supervised_tokens, settings)
@@ -60,15 +60,6 @@ def refuse_broken_weights(module: nn.Module, step: int) -> None:
             f"step {step} left weights in the student that are not finite ({bad[0]}): try a lower train.optimizer.lr or a "
             "longer train.lr_schedule.warmup_steps; the last checkpoint is untouched"
         )
-
-
-def _not_finite(target: DenseTarget | TokenLogprobsTarget) -> str | None:
-    if isinstance(target, TokenLogprobsTarget):  # −inf is floored, and harms nothing
-        return "log-probabilities are" if target.logprobs.isnan().any() else None
-    if target.mean:
-        return next((what for _, part in target.mean if (what := _not_finite(part))), None)
-    parts = {"hidden states are": target.hidden, "output head is": target.weight}
-    return next((what for what, x in parts.items() if x is not None and not torch.isfinite(x).all()), None)
 
 
 def _documents(batch: Batch) -> str:

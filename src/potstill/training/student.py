@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from potstill.losses import (
-    DenseTarget,
     FusedLoss,
     Score,
     chosen_logprobs,
@@ -21,7 +20,7 @@ from potstill.losses import (
     shared_mass,
 )
 from potstill.models import LanguageModel
-from potstill.types import Batch, CrossTarget, Spelling, Target, TokenLogprobsTarget
+from potstill.types import Batch, HiddenTarget, Target
 
 Targets = Sequence[tuple[float | Tensor, Target]]  # with the weight of each, or one per row
 
@@ -58,14 +57,14 @@ class StudentLoss(nn.Module):
         hidden = self.student.hidden(batch, batch.rows.student)
         if torch.is_autocast_enabled(hidden.device.type):  # the last norm is float32; the head's products need not be
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        head = self.student.at_rows(hidden)
+        own = self.student.at_rows(hidden)
         row_weight = hidden.new_full((len(batch.rows),), 1.0 / divisor, dtype=torch.float32)
         score: Score | None = None
         if settings.divergence == "policy_gradient_kl":
-            out, score = _policy_gradient(head, batch, targets, row_weight, settings)
+            out, score = _policy_gradient(own, batch, targets, row_weight, settings)
         else:
             out = _fused(
-                head,
+                own,
                 batch,
                 targets,
                 row_weight,
@@ -81,24 +80,14 @@ class StudentLoss(nn.Module):
         if batch.rows.behaviour is not None:
             sums |= _on_policy_sums(out.ce, batch.rows.behaviour, score)
         if stat_rows and len(batch.rows):
-            sums |= _sampled_sums(head, batch, targets, settings, stat_rows)
+            sums |= _sampled_sums(own, batch, targets, settings, stat_rows)
         return out.loss, {name: value.detach().float() for name, value in sums.items()}
 
 
-def _fused(head: DenseTarget, batch: Batch, targets: Targets | None, row_weight: Tensor, **options: Any) -> FusedLoss:
+def _fused(own: HiddenTarget, batch: Batch, targets: Targets | None, row_weight: Tensor, **options: Any) -> FusedLoss:
     """`fused_linear_kd` of a batch."""
-    assert head.hidden is not None and head.weight is not None
-    return fused_linear_kd(
-        head.hidden,
-        head.weight,
-        targets,
-        labels=batch.rows.labels,
-        row_weight=row_weight,
-        bias=head.bias,
-        softcap=head.softcap,
-        logit_scale=head.logit_scale,
-        **options,
-    )
+    options |= {"labels": batch.rows.labels, "row_weight": row_weight}
+    return fused_linear_kd(own.hidden, target=targets, **vars(own.head), **options)
 
 
 def _ce_weight(batch: Batch, settings: LossSettings) -> float | Tensor:
@@ -110,15 +99,15 @@ def _ce_weight(batch: Batch, settings: LossSettings) -> float | Tensor:
 
 
 def _policy_gradient(
-    head: DenseTarget, batch: Batch, targets: Targets, row_weight: Tensor, settings: LossSettings
+    own: HiddenTarget, batch: Batch, targets: Targets, row_weight: Tensor, settings: LossSettings
 ) -> tuple[FusedLoss, Score | None]:
     """The loss by the tokens that the student drew. Its gradient is that of a cross-entropy with weights of its own, its value
     is not: the one is put under the other."""
     behaviour, plain = batch.rows.behaviour, _ce_weight(batch, settings)
     if behaviour is None or not targets:
-        return _fused(head, batch, None, row_weight, ce_weight=plain), None
+        return _fused(own, batch, None, row_weight, ce_weight=plain), None
     with torch.no_grad():
-        logq = -_fused(head, batch, None, row_weight).ce
+        logq = -_fused(own, batch, None, row_weight).ce
     score = policy_gradient_kl(
         logq,
         [(share, chosen_logprobs(target, batch.rows.labels)) for share, target in targets],
@@ -127,7 +116,7 @@ def _policy_gradient(
         discount=settings.discount,
         ratio_clip=settings.ratio_clip,
     )
-    out = _fused(head, batch, None, row_weight, ce_weight=plain + settings.kd_weight * score.weight)
+    out = _fused(own, batch, None, row_weight, ce_weight=plain + settings.kd_weight * score.weight)
     value = (row_weight * (settings.kd_weight * score.value + plain * out.ce)).sum()
     return FusedLoss(out.loss - out.loss.detach() + value, score.value, out.ce), score
 
@@ -145,26 +134,22 @@ def _on_policy_sums(ce: Tensor, behaviour: Tensor, score: Score | None) -> dict[
 
 @torch.no_grad()
 def _sampled_sums(
-    head: DenseTarget, batch: Batch, targets: Targets, settings: LossSettings, rows: int
+    own: HiddenTarget, batch: Batch, targets: Targets, settings: LossSettings, rows: int
 ) -> dict[str, Tensor]:
     """Over a sample of the rows, evenly spread: KL to the first teacher at T = 1, both entropies, top-1 agreement (NaN: not
     known); and how much of the teacher's probability the student's tokens can express, where it has other tokens."""
     labels = batch.rows.labels
     teacher = targets[0][1] if targets else None
-    if isinstance(teacher, CrossTarget | TokenLogprobsTarget) or (
-        settings.temperature != 1.0 and not isinstance(teacher, DenseTarget)
-    ):
-        teacher = None  # other tokens, no distribution, or one truncated at the loss's T: the log is at T = 1
+    if teacher is not None and settings.temperature != 1.0 and not teacher.dense:
+        teacher = None  # it is truncated at the loss's T, and the log is at T = 1
     chosen = torch.arange(0, labels.shape[0], max(1, labels.shape[0] // rows))[:rows]  # on the host
-    stats = compare_rows(head.select(chosen), labels[chosen], None if teacher is None else teacher.select(chosen))
+    stats = compare_rows(own.select(chosen), labels[chosen], None if teacher is None else teacher.select(chosen))
     unknown = torch.full_like(stats.student_entropy, torch.nan)
     sums = {"stat_rows": torch.ones_like(unknown).sum()}
     for name in ("kl", "teacher_entropy", "student_entropy", "agreement"):
         column = getattr(stats, name)
         sums[name] = (unknown if column is None else column).sum()
-    parts = (target.spelled if isinstance(target, DenseTarget) else target for _, target in targets)
-    across = [part for part in parts if isinstance(part, CrossTarget | Spelling)]
-    if across:
-        mass = shared_mass(across[0], rows)
+    masses = (shared_mass(target, rows) for _, target in targets)
+    if (mass := next((one for one in masses if one is not None), None)) is not None:
         sums |= {"shared_rows": torch.ones_like(mass).sum(), "shared_mass": mass.sum()}
     return sums

@@ -333,7 +333,7 @@ def at_eighteen_bits(form: SignalKind, example, signal) -> float:
 def added_kl(form: SignalKind, target, signal, read) -> np.ndarray:
     """KL from the exact buckets to the decoded ones, in float64."""
     ids, decoded, tail = read_top_k(everything(read), 1.0)
-    logp = (target.hidden @ target.weight.t()).double().log_softmax(-1)
+    logp = (target.hidden @ target.head.weight.t()).double().log_softmax(-1)
     kept = logp.gather(-1, torch.from_numpy(ids).long())
     rest = logp.scatter_(-1, torch.from_numpy(ids).long(), -torch.inf).logsumexp(-1)
     exact = torch.cat([kept, rest[:, None]], -1).numpy()

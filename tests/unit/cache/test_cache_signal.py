@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 from potstill.cache import signal
 from potstill.cache.kinds import KINDS, Hidden, Sampled, TokenLogprobs, TopK
 from potstill.cache.signal import COLUMNS, largest, uniforms
-from potstill.types import DenseTarget
+from potstill.types import DenseTarget, HiddenTarget
 
 TEMPERATURES = (0.5, 1.0, 3.0)
 
 
-def teacher(rows: int, vocabulary: int, width: int = 12, seed: int = 0, **changes) -> DenseTarget:
+def teacher(rows: int, vocabulary: int, width: int = 12, seed: int = 0, **changes) -> HiddenTarget:
     generator = torch.Generator().manual_seed(seed)
     return DenseTarget(
         hidden=torch.randn(rows, width, generator=generator),
@@ -28,14 +28,15 @@ def teacher(rows: int, vocabulary: int, width: int = 12, seed: int = 0, **change
     )
 
 
-def whole_logits(target: DenseTarget) -> Tensor:
+def whole_logits(target: HiddenTarget) -> Tensor:
     """In float64, with everything a head can have."""
-    z = target.hidden.double() @ target.weight.double().t()
-    z = (z if target.bias is None else z + target.bias.double()) * target.logit_scale
-    return z if target.softcap is None else target.softcap * (z / target.softcap).tanh()
+    head = target.head
+    z = target.hidden.double() @ head.weight.double().t()
+    z = (z if head.bias is None else z + head.bias.double()) * head.logit_scale
+    return z if head.softcap is None else head.softcap * (z / head.softcap).tanh()
 
 
-def labels_of(target: DenseTarget, seed: int = 3) -> Tensor:
+def labels_of(target: HiddenTarget, seed: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(target.width, (target.hidden.shape[0],), generator=generator)
 
@@ -231,7 +232,7 @@ def test_logits_of_all_rows_never_exist(kind, monkeypatch):
     random = np.random.default_rng(0).random((rows, 20)) if kind == "sampled" else None
     with LargestTensor() as seen:
         form.compute(target, labels_of(target), random)
-    assert seen.elements <= max(8 * vocabulary, target.weight.numel(), 2 * 20 * COLUMNS)
+    assert seen.elements <= max(8 * vocabulary, target.head.weight.numel(), 2 * 20 * COLUMNS)
     assert seen.elements < rows * vocabulary / 10
 
 

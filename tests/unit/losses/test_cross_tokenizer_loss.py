@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from tiny_cross import chunks, naive_loss, random_case, relation, truncated
-from tiny_spelling import random_spelling
+from tiny_prefix import made_up_table, random_prefix_marginal
 
-from potstill.losses import DIVERGENCES, CrossTarget, DenseTarget, fused_linear_kd
-from potstill.types import Spelling
+from potstill.losses import DIVERGENCES, ChunkTarget, DenseTarget, fused_linear_kd
+from potstill.types import PrefixMarginalTarget
 
 METHODS = ("common_vocab", "projection", "span_likelihood", "uld")
 
@@ -48,12 +48,12 @@ def test_equals_the_naive_twin(method, name, k, temperature):
 @pytest.mark.parametrize("cases", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", ["prefix_marginal", *METHODS])
 def test_never_below_zero_in_thousands_of_cases(method, cases):
-    """Chunks (rows, when spelled) of random models, by every divergence, sure ones and unsure ones, whole and truncated."""
+    """Chunks, or prefix-marginal rows, of random models, by every divergence, sure and unsure, whole and truncated."""
     seen, seed = 0, 0
     while seen < cases:
         divergence = list(DIVERGENCES)[seed % len(DIVERGENCES)]
         if method == "prefix_marginal":
-            hidden, head, labels, target = random_spelling(seed)
+            hidden, head, labels, target = random_prefix_marginal(seed)
             rows = torch.arange(len(labels))
         else:
             hidden, head, labels, target = random_case(seed, method)
@@ -76,20 +76,17 @@ def test_the_same_vocabulary_is_the_plain_divergence(method, divergence):
     logits, every = 2 * torch.randn(rows, ids).double(), np.arange(rows)
     plain = DenseTarget(logits=logits)
     if method == "prefix_marginal":
-        nothing, own = np.zeros(0, dtype=np.int64), torch.from_numpy(every)
-        none = torch.from_numpy(nothing)
-        spelling = Spelling(
-            plain, ids, torch.arange(ids), none, none, none, none, torch.ones(ids, dtype=torch.bool), torch.zeros(2).long(),
-            none, none, own, torch.zeros(rows).long(), labels, labels, labels, torch.zeros(rows).double(),
-            np.zeros(rows, dtype=np.bool_), nothing, nothing, nothing, every, np.zeros(rows, dtype=np.int64),
-            np.zeros(1, dtype=np.int64),
+        none, zero = np.zeros(0, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+        table = made_up_table(ids, np.arange(ids), np.zeros(2, dtype=np.int64), none, none)
+        target = PrefixMarginalTarget(
+            plain, table.on(torch.device("cpu")), torch.from_numpy(every), torch.from_numpy(zero), labels, labels, labels,
+            torch.zeros(rows).double(), place_host=every, node_host=zero, odd_host=np.zeros(rows, dtype=np.bool_),
         )  # fmt: skip
-        target = DenseTarget(spelled=spelling)
     else:
         same = relation({x: x for x in range(ids)}, {x: {x: 1.0} for x in range(ids)}, ids, ids)
         logprob = logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
         where = chunks([1] * rows, [0] * rows)
-        target = CrossTarget(method, where, same, plain, labels, logprob, torch.zeros(rows).double())
+        target = ChunkTarget(method, where, same, plain, labels, logprob, torch.zeros(rows).double())
     found = []
     for one in (target, plain):
         h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()

@@ -42,7 +42,8 @@ def naive_loss(hidden, weight, target, labels, row_weight, name, t, kd_weight, c
         return z if cap is None else cap * torch.tanh(z / cap)
 
     z = logits(hidden, weight, bias, softcap, scale)
-    teacher = logits(target.hidden, target.weight, target.bias, target.softcap, target.logit_scale)
+    head = target.head
+    teacher = logits(target.hidden, head.weight, head.bias, head.softcap, head.logit_scale)
     logp, logq = (teacher / t).log_softmax(-1), (z[:, :width] / t).log_softmax(-1)
     kd = naive_divergence(name, logp, logq, 0.3, 0.1) * (t if name == "tvd" else t * t)
     ce = F.cross_entropy(z, labels, reduction="none")
@@ -215,7 +216,7 @@ def test_bfloat16_is_computed_in_float32():
     logits = (hidden.detach() @ weight.detach().t()).float()
     exact = F.kl_div(
         logits.log_softmax(-1),
-        (target.hidden @ target.weight.t()).float().log_softmax(-1),
+        (target.hidden @ target.head.weight.t()).float().log_softmax(-1),
         log_target=True,
         reduction="sum",
     )
@@ -253,19 +254,21 @@ def test_memory_does_not_grow_with_rows_times_vocabulary():
         ({"ce_weight": torch.zeros(3)}, "ce_weight needs labels"),
         (
             {"ce_weight": torch.zeros(2), "labels": torch.zeros(3).long()},
-            r"ce_weight \[2\] of torch.float32 must be a number",
+            r"ce_weight \[2\] of torch.float32 must be \[3\]",
         ),
-        ({"ce_weight": torch.zeros(3).long(), "labels": torch.zeros(3).long()}, "one a row, and floating point"),
+        ({"ce_weight": torch.zeros(3).long(), "labels": torch.zeros(3).long()}, r"\[3\] of floating point"),
         (
             {"target": TokenLogprobsTarget(torch.zeros(3))},
             "only how likely the text's own tokens are, and a divergence needs",
         ),
         ({"labels": torch.zeros(4, dtype=torch.int64)}, r"labels \[4\] of torch.int64 must be \[3\]"),
         ({"weight": torch.zeros(9, 5)}, "must be"),
-        ({"target": DenseTarget(logits=torch.zeros(2, 9))}, "2 rows and the student 3"),
+        ({"target": DenseTarget(logits=torch.zeros(2, 9))}, r"the teacher's logits \[2, 9\] .* must be \[3, 9\]"),
         ({"target": DenseTarget(logits=torch.zeros(3, 10))}, "10 ids and the student's head 9"),
-        ({"target": DenseTarget()}, "needs hidden and weight, or logits"),
-        ({"target": TopKTarget(torch.zeros(3, 0).long(), torch.zeros(3, 0), torch.zeros(3))}, r"must both be \[3, K\]"),
+        (
+            {"target": TopKTarget(torch.zeros(3, 0).long(), torch.zeros(3, 0), torch.zeros(3))},
+            r"must be \[3, K\] of torch.int64, with K at least 1",
+        ),
         ({"target": SampledTarget(torch.zeros(3, 2).long(), torch.ones(3, 2)), "divergence": "jsd"}, "forward_kl only"),
     ],
 )
@@ -273,6 +276,12 @@ def test_refusals(change, says):
     call = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(9, 4), "target": DenseTarget(logits=torch.zeros(3, 9))}
     with pytest.raises(ValueError, match=says):
         fused_linear_kd(**{**call, **change})
+
+
+@pytest.mark.parametrize("parts", [{}, {"hidden": torch.zeros(3, 5)}, {"weight": torch.zeros(9, 5)}])
+def test_half_a_dense_target_is_refused(parts):
+    with pytest.raises(ValueError, match="a DenseTarget needs hidden and weight, or logits"):
+        DenseTarget(**parts)
 
 
 def test_compare_rows_by_hand():

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from potstill.losses import DIVERGENCES, DenseTarget, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.losses.checks import check_slices
 from potstill.losses.divergences import LOG_FLOOR
+from potstill.types import LogitsTarget
 
 INF = float("inf")
 KINDS = ["dense hidden", "dense logits", "top-k", "sampled"]
@@ -67,12 +68,12 @@ def twin(hidden, weight, target, *, divergence, temperature, bias, softcap, logi
         logp = torch.cat([target.logprobs, target.tail[:, None]], -1) if has_rest else target.logprobs
         p = logp.double().exp()
     else:
-        logits = target.logits
-        if logits is None:
-            logits = (target.hidden @ target.weight.to(target.hidden.dtype).t()).double()
-            logits = capped(
-                (logits if target.bias is None else logits + target.bias) * target.logit_scale, target.softcap
-            )
+        if isinstance(target, LogitsTarget):
+            logits = target.logits
+        else:
+            head = target.head
+            logits = (target.hidden @ head.weight.to(target.hidden.dtype).t()).double()
+            logits = capped((logits if head.bias is None else logits + head.bias) * head.logit_scale, head.softcap)
         p = (logits.double() / temperature).softmax(-1)
         q = (z[:, : p.shape[1]] / temperature).softmax(-1)
     kd = definition(divergence, p, q, more["beta"], more["alpha"])
@@ -407,32 +408,42 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"weight": meta(9, 5)}, r"hidden \[3, 4\] and weight \[9, 5\] must be"),
     ({"weight": meta(0, 4)}, "weight has no columns of the vocabulary"),
     ({"hidden": meta(3, 4, dtype=torch.int64)}, "hidden and weight must be floating point, not torch.int64"),
-    ({"bias": meta(8)}, r"^bias \[8\] must be \[9\]"),
+    ({"bias": meta(8)}, r"^bias \[8\] of torch.float32 must be \[9\]"),
     ({"ce_weight": 0.5}, "ce_weight needs labels"),
     ({"labels": meta(4, dtype=torch.int64)}, r"labels \[4\] of torch.int64 must be \[3\]"),
     ({"labels": meta(3, dtype=torch.int32)}, r"labels \[3\] of torch.int32 must be \[3\] of torch.int64"),
-    ({"row_weight": meta(3, 1)}, r"row_weight \[3, 1\] must be \[3\]"),
-    ({"row_weight": meta(3, dtype=torch.bool)}, "row_weight must be floating point, not torch.bool"),
-    ({"target": [(1.0, "a teacher")]}, "str is not a DenseTarget, TopKTarget, SampledTarget or CrossTarget"),
-    ({"target": [(1.0, whole), (1.0, DenseTarget())]}, "a DenseTarget needs hidden and weight, or logits"),
-    ({"target": DenseTarget(hidden=meta(3, 5))}, "a DenseTarget needs hidden and weight, or logits"),
-    ({"target": DenseTarget(logits=meta(3, 1, 9))}, r"must be \[N, …\] and floating point, not \[3, 1, 9\]"),
-    ({"target": DenseTarget(logits=meta(3, 9, dtype=torch.int32))}, "floating point, not .* of torch.int32"),
-    ({"target": DenseTarget(logits=meta(2, 9))}, "the teacher has 2 rows and the student 3"),
+    ({"row_weight": meta(3, 1)}, r"row_weight \[3, 1\] of torch.float32 must be \[3\]"),
+    ({"row_weight": meta(3, dtype=torch.bool)}, r"row_weight \[3\] of torch.bool must be \[3\] of floating point"),
+    ({"target": [(1.0, "a teacher")]}, "str is not a Target: DenseTarget"),
+    ({"target": DenseTarget(logits=meta(3, 1, 9))}, r"logits \[3, 1, 9\] of torch.float32 must be \[3, 9\]"),
+    (
+        {"target": DenseTarget(logits=meta(3, 9, dtype=torch.int32))},
+        r"logits \[3, 9\] of torch.int32 must be \[3, 9\] of floating point",
+    ),
+    ({"target": DenseTarget(logits=meta(2, 9))}, r"the teacher's logits \[2, 9\] of torch.float32 must be \[3, 9\]"),
     (
         {"target": DenseTarget(logits=meta(3, 10))},
         "the teacher has 10 ids and the student's head 9: narrow the teacher",
     ),
     ({"target": DenseTarget(meta(3, 5), meta(9, 6))}, r"the teacher's hidden \[3, 5\] and weight \[9, 6\] must be"),
-    ({"target": replace(whole, bias=meta(8))}, r"the teacher's bias \[8\] must be \[9\]"),
-    ({"target": replace(whole, softcap=-1.0)}, "the teacher's softcap must be above 0"),
-    ({"target": replace(top_k, ids=ids[:, :0], logprobs=meta(3, 0))}, r"must both be \[3, K\], with K at least 1"),
-    ({"target": replace(top_k, logprobs=meta(3, 3))}, r"ids \[3, 2\] and logprobs \[3, 3\] must both be \[3, K\]"),
-    ({"target": replace(top_k, ids=meta(3, 2, dtype=torch.int32))}, "target ids must be torch.int64, not torch.int32"),
-    ({"target": replace(top_k, logprobs=ids)}, "target logprobs must be floating point, not torch.int64"),
+    ({"target": DenseTarget(meta(3, 5), meta(9, 5), bias=meta(8))}, r"the teacher's bias \[8\] of .* must be \[9\]"),
+    ({"target": DenseTarget(meta(3, 5), meta(9, 5), softcap=-1.0)}, "the teacher's softcap must be above 0"),
+    (
+        {"target": replace(top_k, ids=ids[:, :0], logprobs=meta(3, 0))},
+        r"ids \[3, 0\] of torch.int64 must be \[3, K\] of torch.int64, with K at least 1",
+    ),
+    ({"target": replace(top_k, logprobs=meta(3, 3))}, r"target logprobs \[3, 3\] of torch.float32 must be \[3, 2\]"),
+    (
+        {"target": replace(top_k, ids=meta(3, 2, dtype=torch.int32))},
+        r"target ids \[3, 2\] of torch.int32 must be \[3, K\] of torch.int64",
+    ),
+    (
+        {"target": replace(top_k, logprobs=ids)},
+        r"target logprobs \[3, 2\] of torch.int64 must be \[3, 2\] of floating point",
+    ),
     ({"target": replace(top_k, tail=meta(3, 1))}, r"target tail \[3, 1\] of torch.float32 must be \[3\]"),
     ({"target": replace(top_k, tail=meta(3, dtype=torch.int64))}, r"target tail \[3\] of torch.int64 must be \[3\]"),
-    ({"target": replace(sampled, weights=meta(3, 1))}, r"ids \[3, 2\] and weights \[3, 1\] must both be"),
+    ({"target": replace(sampled, weights=meta(3, 1))}, r"target weights \[3, 1\] of torch.float32 must be \[3, 2\]"),
     *(
         ({"target": sampled, "divergence": d}, f"sampled targets are unbiased for forward_kl only, not for {d}")
         for d in DIVERGENCES

@@ -33,7 +33,7 @@ from potstill.teachers.open import open_teachers
 from potstill.teachers.teacher import Teacher
 from potstill.training.metrics import SUMS, means
 from potstill.training.student import LossSettings, StudentLoss
-from potstill.types import Batch, PotstillError, Rows
+from potstill.types import Batch, HiddenTarget, PotstillError, Rows
 
 # Halves and quarters: the loss's weights are float32, and these are exact in it.
 KNOBS = LossSettings("policy_gradient_kl", 0.5, 0.1, 1.0, 0.5, 0.25)
@@ -52,7 +52,7 @@ class Table(nn.Module):
     def hidden(self, batch: Batch, rows: Tensor) -> Tensor:
         return self.model.logits[rows]
 
-    def at_rows(self, hidden: Tensor) -> DenseTarget:
+    def at_rows(self, hidden: Tensor) -> HiddenTarget:
         return DenseTarget(hidden, torch.eye(hidden.shape[1], dtype=hidden.dtype))
 
 
@@ -408,7 +408,7 @@ def test_a_cache_says_what_the_live_teacher_says(pair, built, store):
     (found,) = open_teachers([config], student, data, SETTINGS, CPU).teachers
     answers = targets_of(found, batches)
     exact = store["kind"] == "hidden"
-    assert all(isinstance(target, DenseTarget if exact else TokenLogprobsTarget) for target in answers)
+    assert all(isinstance(target, HiddenTarget if exact else TokenLogprobsTarget) for target in answers)
     loss, gradients = step(student, batches, answers, ALONE)
     expected, wanted = step(student, batches, [live.targets(batch) for batch in batches], ALONE)
     assert loss == pytest.approx(expected, rel=1e-4 if exact else 1e-3)

@@ -107,7 +107,7 @@ def test_padded_ids_and_logged_numbers():
 def test_they_go_through_a_cache_s_bytes():
     _, _, logp, _ = case(4, torch.float32)
     form = TopK(IDS, k=KEPT, tail_samples=11)
-    target = DenseTarget(logits=logp, hidden=logp)
+    target = DenseTarget(logp, torch.eye(logp.shape[1]))
     found = form.compute(target, torch.zeros(ROWS, dtype=torch.int64), uniforms(0, "key", ROWS, 11))
     kept = logp.topk(KEPT, -1).indices
     assert not (torch.from_numpy(found["tail_samples"]).long()[:, :, None] == kept[:, None, :]).any()

@@ -67,7 +67,7 @@ def test_the_top_k_is_the_models(teacher, student, data, way, suffix, k):
         live = live_teacher(teacher, 2048, "tiny")
         for batch, target in zip(batches, targets_of(found, batches), strict=True):
             dense = live.targets(batch)
-            z = (dense.hidden @ dense.weight.T).double().log_softmax(-1)
+            z = (dense.hidden @ dense.head.weight.T).double().log_softmax(-1)
             logprobs, ids = z.topk(k, -1)
             tail = z.scatter(-1, ids, -torch.inf).logsumexp(-1)
             assert isinstance(target, TopKTarget)
@@ -122,7 +122,7 @@ def test_a_models_own_sampling_defaults_do_not_apply(teacher, student, data, way
 
 
 def exact(dense: Any, k: int) -> TopKTarget:
-    z = (dense.hidden @ dense.weight.T).double().log_softmax(-1)
+    z = (dense.hidden @ dense.head.weight.T).double().log_softmax(-1)
     logprobs, ids = z.topk(k, -1)
     tail = z.scatter(-1, ids, -torch.inf).logsumexp(-1)
     return TopKTarget(ids, logprobs.float(), tail.float(), width=2048)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from taught import KD, cross_teacher
 from tiny import CPU, LLAMA, batch_of, tiny
-from tiny_spelling import naive_probabilities, random_spelling
+from tiny_prefix import naive_probabilities, random_prefix_marginal
 
 from potstill.cache.reading import TeacherText
 from potstill.config import CrossTokenizerConfig, StudentConfig
@@ -35,7 +35,7 @@ def both(hidden, head, labels, target, **options):
     """Value and gradients from the spelling and from its twin's probabilities as ready logits."""
     found = []
     temperature = options.get("temperature", 1.0)
-    twin = DenseTarget(logits=temperature * naive_probabilities(target.spelled, temperature).log())
+    twin = DenseTarget(logits=temperature * naive_probabilities(target, temperature).log())
     for one, chunk_rows in ((target, 5), (twin, None)):
         h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
         loss = fused_linear_kd(h, w, one, labels=labels, ce_weight=0.3, chunk_rows=chunk_rows, **options).loss
@@ -47,18 +47,18 @@ def both(hidden, head, labels, target, **options):
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_equals_the_naive_twin(divergence, temperature, monkeypatch):
-    monkeypatch.setattr(dense_module, "SPELLED_BYTES", 3 * 4 * 29)  # three rows at once
+    monkeypatch.setattr(dense_module, "MARGINAL_BYTES", 3 * 4 * 29)  # three rows at once
     for seed in range(4):
-        ours, naive = both(*random_spelling(seed), divergence=divergence, temperature=temperature)
+        ours, naive = both(*random_prefix_marginal(seed), divergence=divergence, temperature=temperature)
         for got, wanted in zip(ours, naive, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-8)  # e^−20 is 2e-9
 
 
 def test_some_of_the_rows():
-    _, _, _, target = random_spelling(7)
+    _, _, _, target = random_prefix_marginal(7)
     rows = torch.tensor([0, 3, 4, 4, 11])
     whole = target_logits(target, slice(None))
-    twin = naive_probabilities(target.spelled)
+    twin = naive_probabilities(target)
     torch.testing.assert_close(whole.softmax(-1), twin)
     torch.testing.assert_close(target_logits(target.select(rows), slice(None)), whole[rows])
     torch.testing.assert_close(target_logits(target, slice(2, 7)), whole[2:7])
@@ -172,7 +172,7 @@ def test_rows_in_no_chunk_say_nothing():
 
 def test_a_step_where_some_rows_are_not_heard_is_that_of_the_others():
     """Rows without weight take no part, whatever stands there."""
-    hidden, head, labels, target = random_spelling(3)
+    hidden, head, labels, target = random_prefix_marginal(3)
     share = torch.ones(len(labels), dtype=torch.float64)
     share[[2, 5]] = 0.0
     keep = share.nonzero().squeeze(-1)

@@ -27,7 +27,7 @@ from potstill.cache.origin import LiveOrigin, identity_of_model
 from potstill.cache.store import Cache
 from potstill.config import DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
 from potstill.data import Feed, StepBatches, without
-from potstill.losses import DIVERGENCES, DenseTarget, TopKTarget, fused_linear_kd
+from potstill.losses import DIVERGENCES, TopKTarget, fused_linear_kd
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_student, load_teacher, shared_ids
 from potstill.serving.batching import Scorer
@@ -39,7 +39,7 @@ from potstill.teachers.remote import StudentTopK, open_server
 from potstill.teachers.stored import StoredSignal
 from potstill.teachers.teacher import Teacher
 from potstill.training.student import LossSettings
-from potstill.types import Example, PotstillError
+from potstill.types import Example, HiddenTarget, PotstillError
 
 PIECES = "shipped:tokenizers/pieces-1k"
 METHODS = ("prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld")
@@ -107,7 +107,7 @@ def test_hidden_states_give_the_live_loss_and_gradients(opened, teacher, student
     assert relative(gradients, live_gradients) <= 1e-5
 
 
-def exact_top_k(dense: DenseTarget, k: int, temperature: float) -> TopKTarget:
+def exact_top_k(dense: HiddenTarget, k: int, temperature: float) -> TopKTarget:
     """By hand, in float64."""
     logits = target_logits(dense, slice(0, dense.hidden.shape[0])).double() / temperature
     logprobs, ids = logits.log_softmax(-1).topk(k, -1)

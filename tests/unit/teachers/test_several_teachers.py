@@ -21,7 +21,7 @@ from potstill.models import LanguageModel, load_student, load_teacher
 from potstill.teachers.combine import compute_targets
 from potstill.teachers.open import as_teachers_need, open_teachers
 from potstill.training.student import StudentLoss
-from potstill.types import PotstillError
+from potstill.types import MeanTarget, PotstillError
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_weights_of_chunks_scale_all_their_rows(method, kind):
 
 
 def test_weights_of_another_length_are_refused():
-    with pytest.raises(ValueError, match=r"the weight of a target \[3\] must be a number, or \[6\]"):
+    with pytest.raises(ValueError, match=r"the weight of a target \[3\] of torch.float32 must be \[6\]"):
         fused_linear_kd(randn(6, 4), randn(9, 4), [(torch.ones(3), plain_targets()["dense"])])
 
 
@@ -91,7 +91,7 @@ def test_the_mean_of_distributions_is_one_distribution(divergence, temperature):
     """Against the logarithm of the mean, as ready logits."""
     torch.manual_seed(2)
     parts = [DenseTarget(randn(7, 3), randn(9, 3), bias=randn(9)), DenseTarget(logits=randn(7, 9), logit_scale=1.0)]
-    first = parts[0].hidden @ parts[0].weight.t() + parts[0].bias
+    first = parts[0].hidden @ parts[0].head.weight.t() + parts[0].head.bias
     mean = 0.3 * (first / temperature).softmax(-1) + 0.7 * (parts[1].logits / temperature).softmax(-1)
     hidden, weight = randn(7, 4), randn(11, 4)
     options: dict[str, Any] = {
@@ -100,9 +100,7 @@ def test_the_mean_of_distributions_is_one_distribution(divergence, temperature):
         "labels": torch.arange(7),
         "ce_weight": 0.2,
     }
-    ours = value_and_gradients(
-        hidden, weight, DenseTarget(mean=[(0.3, parts[0]), (0.7, parts[1])]), chunk_rows=3, **options
-    )
+    ours = value_and_gradients(hidden, weight, MeanTarget((0.3, 0.7), tuple(parts)), chunk_rows=3, **options)
     wanted = value_and_gradients(hidden, weight, DenseTarget(logits=temperature * mean.log()), **options)
     for found, expected in zip(ours, wanted, strict=True):
         torch.testing.assert_close(found, expected)
@@ -113,9 +111,9 @@ def test_the_mean_of_distributions_is_one_distribution(divergence, temperature):
     [((0.5, 0.4), (9, 9), "sum to 1, not to 0.9"), ((0.5, 0.5), (9, 8), r"as many ids, not over \[8, 9\]")],
 )
 def test_a_mean_that_is_none_is_refused(shares, widths, says):
-    parts = [(share, DenseTarget(logits=randn(6, width))) for share, width in zip(shares, widths, strict=True)]
+    parts = tuple(DenseTarget(logits=randn(6, width)) for width in widths)
     with pytest.raises(ValueError, match=says):
-        fused_linear_kd(randn(6, 4), randn(9, 4), DenseTarget(mean=parts))
+        fused_linear_kd(randn(6, 4), randn(9, 4), MeanTarget(tuple(shares), parts))
 
 
 # --- whom a document listens to
@@ -224,7 +222,7 @@ def _in_chunks(teacher, batch, target, rows) -> float:
     """What the teacher thinks of a document's chunks, a student's token, from its own logits."""
     made = teacher.prepare(batch)
     first, _ = teacher.source.signal(batch, made.reading, made.plan.asked, ())
-    logp = (first.target.hidden @ first.target.weight.t()).log_softmax(-1)
+    logp = (first.target.hidden @ first.target.head.weight.t()).log_softmax(-1)
     first = logp.gather(-1, target.token[:, None]).squeeze(-1) + target.inner
     inside = (target.chunks.first >= rows.start) & (target.chunks.first < rows.stop)
     tokens = inside.sum() + ((target.chunks.inner >= rows.start) & (target.chunks.inner < rows.stop)).sum()
@@ -236,7 +234,7 @@ def test_confidence_by_how_sure_the_teachers_are(models, student, file, what):
     configs = [{"model": model} for model in models[:2]]
     teachers, batches, settings = open_all(configs, student, file, teacher_weighting=what)
     for batch, targets in zip(batches, asked(teachers, batches, settings), strict=True):
-        p = [(t.hidden @ t.weight.t()).double().softmax(-1) for _, t in targets]
+        p = [(t.hidden @ t.head.weight.t()).double().softmax(-1) for _, t in targets]
         rows_say = [(x * x.log()).sum(-1) if what == "entropy" else x.amax(-1) for x in p]
         for rows in by_document(batch):
             sure = torch.stack([x[rows].mean() for x in rows_say])

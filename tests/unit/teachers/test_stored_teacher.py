@@ -39,7 +39,7 @@ from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.stored import StoredSignal
 from potstill.teachers.teacher import Teacher
 from potstill.training.student import LossSettings
-from potstill.types import DenseTarget, PotstillError
+from potstill.types import HiddenTarget, PotstillError
 
 TWO = {"kind": "top_k", "k": 32, "temperatures": (1.0, 2.0)}
 
@@ -133,9 +133,9 @@ def test_layouts_differ(student, data):
     assert max(lengths) == 17 and lengths.count(17) > 10
 
 
-def exact_top_k(target: DenseTarget, k: int, temperature: float) -> TopKTarget:
+def exact_top_k(target: HiddenTarget, k: int, temperature: float) -> TopKTarget:
     """The k largest and the rest, from whole logits in float64."""
-    z = (target.hidden.double() @ target.weight.double().t()) / temperature
+    z = (target.hidden.double() @ target.head.weight.double().t()) / temperature
     top = z.log_softmax(-1).topk(k, -1)
     rest = z.log_softmax(-1).scatter(-1, top.indices, -math.inf).logsumexp(-1)
     return TopKTarget(top.indices, top.values.float(), rest.float())
@@ -222,7 +222,8 @@ def test_sampled_gradients_converge_to_those_of_full_kd(teacher, student, files,
     full = torch.cat([gradients[name].flatten() for name in names]).double()
     tokens = sum(batch.supervised_tokens for batch in batches)
     entropy = sum(
-        torch.distributions.Categorical(logits=(d.hidden @ d.weight.t()).double()).entropy().sum().item() for d in dense
+        torch.distributions.Categorical(logits=(d.hidden @ d.head.weight.t()).double()).entropy().sum().item()
+        for d in dense
     )
     losses, estimates = [], []
     for seed in range(seeds):
