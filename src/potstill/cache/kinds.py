@@ -16,26 +16,8 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from potstill.cache.codec import (
-    COARSE_BITS,
-    DTYPES,
-    ENTROPY,
-    FINE_BITS,
-    FINE_GAPS,
-    STEPS_PER_NAT,
-    TOKEN_LOGPROB,
-    Array,
-    Bytes,
-    Code,
-    Packed,
-    Raw,
-    Steps,
-    decode_gaps,
-    encode_gaps,
-    pack,
-    packed_bytes,
-    unpack,
-)
+from potstill.cache import codec
+from potstill.cache.codec import ENTROPY, TOKEN_LOGPROB, Array, Bytes, Code, Packed, Raw, Steps
 from potstill.cache.signal import draws, in_blocks, largest, largest_left, log_mass
 from potstill.config import StoreConfig
 from potstill.types import HiddenTarget, PotstillError, SampledTarget, Target, TokenLogprobsTarget, TopKTarget
@@ -77,18 +59,15 @@ class SignalKind:
         for name in {"k", "num_samples", "width"}.intersection(self.parameters):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and kind {self.kind} needs at least 1")
-        if self.k > self.vocabulary - (self.tail_samples > 0):
-            raise ValueError(f"k is {self.k} and there are {self.vocabulary} ids")
-
-    @classmethod
-    def of_store(cls, store: StoreConfig, vocabulary: int, width: int, dtype: str) -> Self:
-        """As a recipe's `store` asks for it, of a teacher with so many ids, and hidden states of that width and dtype."""
-        if set(store.temperatures) != {1.0}:
-            raise PotstillError(
-                f"the cache's temperatures: what kind {cls.kind} keeps is at temperature 1: leave them out, or choose kind "
-                "top_k or hidden"
+        if self.k > self.vocabulary:
+            raise ValueError(f"k is {self.k} and the teacher has {self.vocabulary} ids: choose a k of at most that")
+        if self.tail_samples and self.k == self.vocabulary:
+            raise ValueError(f"k is all of the teacher's {self.vocabulary} ids: there is no rest to draw from")
+        if self.tail_samples and 1.0 not in self.temperatures:
+            raise ValueError(
+                "tail_samples: draws from the rest are at temperature 1, and a loss at another cannot use them: add 1 to "
+                "temperatures, or leave tail_samples out"
             )
-        return cls(vocabulary, **{name: getattr(store, name) for name in cls.parameters})
 
     @property
     def id_bits(self) -> int:
@@ -154,13 +133,15 @@ class SignalKind:
         """That these are the rows of a teacher: arrays, shapes, dtypes, numbers, ids and masses. ValueError: what is wrong."""
         expected = self.layout()
         if set(signal) != set(expected):
-            raise ValueError(
-                f"it has {', '.join(sorted(signal)) or 'nothing'} where {', '.join(expected)} were asked for"
-            )
+            there = ", ".join(sorted(signal)) or "nothing"
+            raise ValueError(f"it has {there} where {', '.join(expected)} were asked for")
         for name, (shape, dtype) in expected.items():
-            found, wanted = signal[name], f"{dtype} {[rows, *shape]}"
-            if found.shape != (rows, *shape) or found.dtype != dtype:
-                raise ValueError(f"{name} is {found.dtype} {list(found.shape)} where {wanted} was asked for")
+            found, wanted = (
+                f"{kind} {list(size)}"
+                for kind, size in ((signal[name].dtype, signal[name].shape), (dtype, (rows, *shape)))
+            )
+            if found != wanted:
+                raise ValueError(f"{name} is {found} where {wanted} was asked for")
         for problem in self.problems(signal):
             raise ValueError(f"it has {problem}")
 
@@ -218,29 +199,10 @@ class TopK(SignalKind):
     kind = "top_k"
     parameters = ("k", "temperatures", "tail_samples", "seed")
 
-    @classmethod
-    def of_store(cls, store: StoreConfig, vocabulary: int, width: int, dtype: str) -> Self:
-        if store.k > vocabulary:
-            raise PotstillError(
-                f"the cache's k is {store.k} and the teacher has {vocabulary} ids: choose a k of at most that"
-            )
-        if store.tail_samples and store.k == vocabulary:
-            raise PotstillError(
-                f"the cache's k is all of the teacher's {vocabulary} ids: there is no rest to draw from"
-            )
-        temperatures = tuple(sorted(set(store.temperatures)))
-        if store.tail_samples and 1.0 not in temperatures:
-            raise PotstillError(
-                "the cache's tail_samples: draws from the rest are at temperature 1, and a loss at another cannot use them: "
-                "add 1 to temperatures, or leave tail_samples out"
-            )
-        seed = store.seed if store.tail_samples else 0
-        return cls(vocabulary, k=store.k, temperatures=temperatures, tail_samples=store.tail_samples, seed=seed)
-
     @property
     def fine(self) -> int:
         """How many of the gaps between entries are stored finely."""
-        return min(FINE_GAPS, self.k - 1)
+        return min(codec.FINE_GAPS, self.k - 1)
 
     def describe(self) -> str:
         drawn = f"; {self.tail_samples} draws from the rest, seed {self.seed}" if self.tail_samples else ""
@@ -249,9 +211,9 @@ class TopK(SignalKind):
     def streams(self) -> dict[str, Code]:
         found: dict[str, Code] = {
             "ids": Packed(self.k, self.id_bits),
-            "fine": Packed(self.fine, FINE_BITS),
-            "coarse": Packed(self.k - 1 - self.fine, COARSE_BITS),
-            "odds": Steps("<i2", STEPS_PER_NAT, (len(self.temperatures),)),
+            "fine": Packed(self.fine, codec.FINE_BITS),
+            "coarse": Packed(self.k - 1 - self.fine, codec.COARSE_BITS),
+            "odds": Steps("<i2", codec.STEPS_PER_NAT, (len(self.temperatures),)),
             "token_logprobs": TOKEN_LOGPROB,
         }
         if self.tail_samples:
@@ -284,12 +246,12 @@ class TopK(SignalKind):
         return found
 
     def encode(self, signal: Signal) -> dict[str, Bytes]:
-        fine, coarse = encode_gaps(signal["logprobs"], self.fine)
+        fine, coarse = codec.encode_gaps(signal["logprobs"], self.fine)
         return super().encode({**signal, "fine": fine, "coarse": coarse})
 
     def decode(self, name: str, stream: Callable[[str], Bytes]) -> Array:
         if name == "values":  # log-probabilities up to a factor of each row, which temperatures have no use for
-            return -decode_gaps(stream("fine"), stream("coarse"), self.k)
+            return -codec.decode_gaps(stream("fine"), stream("coarse"), self.k)
         if name == "logprobs" and 1.0 in self.temperatures:
             return self.entries({part: self.decode(part, stream) for part in ("values", "odds", "ids")}, 1.0)[1]
         if name == "logprobs":  # of the entries as all there is
@@ -412,15 +374,19 @@ class Sampled(SignalKind):
         """In place of equal draws one after another: which are the first of their id, and those ids."""
         samples = self.decode("samples", streams.__getitem__)
         first = _first_of_id(samples)
-        return [np.packbits(first, bitorder="little"), pack(samples[first][None], self.id_bits), streams["entropy"]]
+        return [
+            np.packbits(first, bitorder="little"),
+            codec.pack(samples[first][None], self.id_bits),
+            streams["entropy"],
+        ]
 
     def read(self, rows: int, take: Take) -> dict[str, Bytes]:
         count = rows * self.num_samples
-        first = np.unpackbits(take(packed_bytes(count, 1)), count=count, bitorder="little").view(np.bool_)
+        first = np.unpackbits(take(codec.packed_bytes(count, 1)), count=count, bitorder="little").view(np.bool_)
         if not first[:: self.num_samples].all():
             raise ValueError("a row's first draw is no new one")
         distinct = int(np.count_nonzero(first))
-        ids = unpack(take(packed_bytes(distinct, self.id_bits))[None], distinct, self.id_bits)[0]
+        ids = codec.unpack(take(codec.packed_bytes(distinct, self.id_bits))[None], distinct, self.id_bits)[0]
         samples = ids[np.cumsum(first) - 1].reshape(rows, self.num_samples)
         width = self.streams()["entropy"].width
         return {"samples": samples.view(np.uint8), "entropy": take(rows * width).reshape(rows, width)}
@@ -482,15 +448,11 @@ class Hidden(SignalKind):
     tolerance = (0.01, 0.1)  # relative to the largest number of a row
     differs_by = "difference_of_hidden_states"
 
-    @classmethod
-    def of_store(cls, store: StoreConfig, vocabulary: int, width: int, dtype: str) -> Self:
-        return cls(vocabulary, width=width, dtype=dtype if dtype in DTYPES else "float32")  # type: ignore[arg-type]
-
     def describe(self) -> str:
         return f"hidden states of width {self.width} in {self.dtype}, and the head"
 
     def streams(self) -> dict[str, Code]:
-        return {"hidden": Raw(DTYPES[self.dtype], (self.width,))}
+        return {"hidden": Raw(codec.DTYPES[self.dtype], (self.width,))}
 
     def compute(self, target: HiddenTarget, labels: Tensor, asked: Array | None = None) -> dict[str, Array]:
         hidden = target.hidden.detach().to("cpu", getattr(torch, self.dtype))
@@ -569,7 +531,19 @@ def kind_for(store: StoreConfig, vocabulary: int, width: int, dtype: str) -> Sig
         raise PotstillError(
             f"a cache holds vocabularies of up to {LARGEST_VOCABULARY:,} ids; the teacher's has {vocabulary:,}"
         )
-    return KINDS[store.kind].of_store(store, vocabulary, width, dtype)
+    kind = KINDS[store.kind]
+    if "temperatures" not in kind.parameters and not kind.has_head and set(store.temperatures) != {1.0}:
+        raise PotstillError(
+            f"the cache's temperatures: what kind {store.kind} keeps is at temperature 1: leave them out, or choose kind "
+            "top_k or hidden"
+        )
+    asked = store.model_dump() | {"width": width, "dtype": dtype if dtype in codec.DTYPES else "float32"}
+    asked["temperatures"] = tuple(sorted(set(store.temperatures)))
+    try:
+        form = kind(vocabulary, **{name: asked[name] for name in kind.parameters})
+    except ValueError as error:
+        raise PotstillError(f"the cache's {error}") from error
+    return form if form.draws else replace(form, seed=0)
 
 
 def read_kind(name: Any, parameters: Any, kinds: Mapping[str, type[SignalKind]] = KINDS) -> SignalKind:

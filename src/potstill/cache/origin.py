@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -148,25 +148,26 @@ def read_head(
     tensors: Mapping[str, Tensor], about: Mapping[str, str], rows: int | None, width: int | None = None
 ) -> Head:
     """What `save_head` wrote, over so many ids (None: all), of hidden states of that width. ValueError: what is wrong."""
-    weight, bias = tensors.get("weight"), tensors.get("bias")
-    if weight is None or not set(tensors) <= {"weight", "bias"}:
-        raise ValueError(
-            f"it has {', '.join(sorted(tensors)) or 'nothing'} where weight, and perhaps bias, were expected"
-        )
-    for name, tensor in tensors.items():
-        if tensor.dtype not in HEAD_DTYPES:
-            raise ValueError(f"{name} is {tensor.dtype}")
-    found = list(weight.shape)
-    rows = found[0] if rows is None and found else rows
-    if len(found) != 2 or found[0] < (rows or 0) or (width is not None and found[1] != width):
-        raise ValueError(f"weight is {found} where {[rows, 'any' if width is None else width]} was expected")
-    if bias is not None and list(bias.shape) != found[:1]:
-        raise ValueError(f"bias is {list(bias.shape)} where {found[:1]} was expected")
-    if not weight.isfinite().all() or (bias is not None and bias.isnan().any()):
-        raise ValueError("there are numbers in it that are not finite")
     numbers = {name: float(about[name]) for name in ("softcap", "logit_scale") if name in about}
-    for name, value in numbers.items():
-        if not 0 < value < np.inf:
-            raise ValueError(f"{name} is {value}")
+    for problem in _head_problems(tensors, numbers, rows, width):
+        raise ValueError(problem)
+    bias = tensors.get("bias")
     softcap, scale = numbers.get("softcap"), numbers.get("logit_scale", 1.0)
-    return Head(weight[:rows], None if bias is None else bias[:rows], softcap, scale)
+    return Head(tensors["weight"][:rows], None if bias is None else bias[:rows], softcap, scale)
+
+
+def _head_problems(
+    tensors: Mapping[str, Tensor], numbers: Mapping[str, float], rows: int | None, width: int | None
+) -> Iterator[str]:
+    if not {"weight"} <= set(tensors) <= {"weight", "bias"}:
+        yield f"it has {', '.join(sorted(tensors)) or 'nothing'} where weight, and perhaps bias, were expected"
+    weight, bias = tensors["weight"], tensors.get("bias")
+    yield from (f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in HEAD_DTYPES)
+    found = list(weight.shape)
+    if len(found) != 2 or found[0] < (rows or 0) or width not in (None, found[1]):
+        yield f"weight is {found} where {[rows or 'any', width or 'any']} was expected"
+    if bias is not None and list(bias.shape) != found[:1]:
+        yield f"bias is {list(bias.shape)} where {found[:1]} was expected"
+    if not weight.isfinite().all() or (bias is not None and bias.isnan().any()):
+        yield "there are numbers in it that are not finite"
+    yield from (f"{name} is {value}" for name, value in numbers.items() if not 0 < value < np.inf)

@@ -41,20 +41,15 @@ class Coverage:
         return f"{self.documents - self.missing:,} of {self.documents:,} documents"
 
 
-def coverage(
-    cache: Cache, data: DataConfig, tokenizer: Any, progress: Callable[[int], None] = lambda _: None, key: str = "data"
-) -> Coverage:
+def coverage(cache: Cache, data: DataConfig, tokenizer: Any, key: str = "data") -> Coverage:
     """How many documents of a data set the cache has."""
-    documents = missing = 0
-    first = ""
+    documents, missing, first = 0, 0, ""
     data = data.model_copy(update={"piece_bytes": cache.manifest["piece_bytes"]})
-    pieces = examples_of(data, tokenizer, key)
-    while some := list(islice(pieces, AT_ONCE)):
-        found = cache.find([piece.key for piece in some])
-        lacking = [piece for piece, at in zip(some, found, strict=True) if at < 0]
-        first = first or (f"{lacking[0].source} ({lacking[0].key})" if lacking else "")
-        documents, missing = documents + len(some), missing + len(lacking)
-        progress(documents)
+    examples = examples_of(data, tokenizer, key)
+    while some := list(islice(examples, AT_ONCE)):
+        lost = [example for example, at in zip(some, cache.find([e.key for e in some]), strict=True) if at < 0]
+        first = first or (f"{lost[0].source} ({lost[0].key})" if lost else "")
+        documents, missing = documents + len(some), missing + len(lost)
     return Coverage(documents, missing, first)
 
 
@@ -163,17 +158,15 @@ def _other_teacher(cache: Cache, teacher: LanguageModel) -> tuple[list[str], boo
 def _check_shard(cache: Cache, shard: Shard, report: Report) -> float:
     """The largest distance of a row's mass from 1."""
     worst, form = 0.0, cache.form
-    words = np.ascontiguousarray(shard.keys).view(">u8").astype(np.uint64)
-    high, low = words[:, 0], words[:, 1]
-    if np.any((high[1:] < high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] < low[:-1]))):
+    keys = [key.tobytes() for key in shard.keys]
+    if keys != sorted(keys):
         report.damage.append(f"{shard.name}: its keys are not in order")
     if shard.offsets[0] or np.any(np.diff(shard.offsets) < 0) or shard.offsets[-1] != len(shard.data):
         report.damage.append(f"{shard.name}: its index does not fit its data")
         return worst
-    for number in range(len(shard.keys)):
-        key = bytes(shard.keys[number]).hex()
+    for number, key in enumerate(keys):
         if not shard.whole(number):
-            report.damage.append(f"{shard.name}: document {key} is not what was written")
+            report.damage.append(f"{shard.name}: document {key.hex()} is not what was written")
             continue
         try:
             document = shard.document(number, form, cache.folder)
@@ -181,7 +174,7 @@ def _check_shard(cache: Cache, shard: Shard, report: Report) -> float:
             report.damage.append(str(error))
             continue
         signal = dict(document.all_rows())
-        report.damage += [f"{shard.name}: document {key} has {what}" for what in _problems(document, signal)]
+        report.damage += [f"{shard.name}: document {key.hex()} has {what}" for what in _problems(document, signal)]
         worst = max(worst, float(np.abs(form.masses(signal) - 1).max(initial=0.0)))
     return worst
 
@@ -199,20 +192,17 @@ def _recompute(
     cache: Cache, teacher: LanguageModel, sample: int, progress: Callable[[int, int], None], report: Report
 ) -> None:
     """Differences between what is stored and what the teacher says now, over documents spread through the cache."""
-    form = cache.form
+    form, imported = cache.form, cache.manifest.get("imported")
     short = cache.manifest["teacher"]["dtype"] not in ("float32", "float64")  # of an import it is not known
-    imported = cache.manifest.get("imported")
-    most = form.tolerance[short]
-    count = min(sample, len(cache))
-    places = np.unique(np.linspace(0, max(0, len(cache) - 1), count).astype(np.int64))
+    most, unknown = form.tolerance[short], imported is not None and imported["rest"] != "known"
+    places = np.unique(np.linspace(0, len(cache) - 1, min(sample, len(cache))).astype(np.int64))
     differences, wrong, shares = [np.zeros(0)], [], list[float]()
-    for number, at in enumerate(places if len(cache) else ()):
+    for number, at in enumerate(places):
         progress(number, len(places))
         document = cache.document(int(at))
         if not document.predicted.any():
             continue
         key = "".join(f"{int(word):016x}" for word in cache.keys()[at])
-        unknown = imported is not None and imported["rest"] != "known"
         example = Example(key, "", document.tokens.astype(np.int32), document.predicted, 0)
         now = signal_of_examples(teacher, form, [example])
         found, common = form.difference(document.all_rows(), now, unknown)
@@ -220,21 +210,22 @@ def _recompute(
         differences.append(found)
         if not found.mean() <= most or (imported is not None and common < COMMON):
             wrong.append(key)
-    values = np.concatenate(differences)
-    report.numbers |= {"compared": len(differences) - 1, "allowed_mean_of_a_document": most}
+    values, compared = np.concatenate(differences), len(shares)
     report.numbers |= {
+        "compared": compared,
+        "allowed_mean_of_a_document": most,
         f"largest_{form.differs_by}": float(values.max(initial=0)),
         f"mean_{form.differs_by}": float(values.sum() / max(1, values.size)),
+        "documents_that_differ": len(wrong),
     }
-    report.numbers |= {"documents_that_differ": len(wrong)}
+    by = f"they differ by more than {most:g}"
     if imported is not None:
-        report.numbers |= {"share_of_entries_in_common": sum(shares) / max(1, len(shares))}
-    what = (
-        f"{len(wrong)} of {len(differences) - 1} documents are not what the teacher says now: they differ by more than "
-        f"{most:g} (the first is {wrong[0] if wrong else ''})"
-    )
-    if wrong and imported is not None:
-        what = what.replace("(the first", f"or have less than {COMMON:.0%} of their entries in common (the first")
+        report.numbers |= {"share_of_entries_in_common": sum(shares) / max(1, compared)}
+        by += f" or have less than {COMMON:.0%} of their entries in common"
+    if not wrong:
+        return
+    what = f"{len(wrong)} of {compared} documents are not what the teacher says now: {by} (the first is {wrong[0]})"
+    if imported is not None:
         report.mismatch.append(f"{what}; or what was imported was taken for something else (--values, --predicts)")
-    elif wrong and not report.mismatch:
+    elif not report.mismatch:
         report.damage.append(what)
