@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from potstill.cache import signal
-from potstill.cache.build import _batches, build, by_tokens
+from potstill.cache.build import batches, build, text_batches
 from potstill.cache.document import to_bytes
 from potstill.cache.kinds import Sampled, SignalKind, TokenLogprobs, TopK
-from potstill.cache.manifest import signal_keys
+from potstill.cache.manifest import new_manifest
 from potstill.cache.reader import CacheReader
 from potstill.cache.reading import TeacherText, examples_of
-from potstill.cache.store import Cache, Writer, create
+from potstill.cache.store import Cache, Index, Writer, create
 from potstill.config import DataConfig, SourceConfig, StoreConfig, TeacherConfig
 from potstill.config.recipe import load_recipe
 from potstill.data import collate
@@ -46,6 +46,12 @@ STORES = {
     "sampled 50": {"kind": "sampled", "num_samples": 50},
     "hidden": {"kind": "hidden"},
     "token_logprobs": {"kind": "token_logprobs"},
+}
+IDENTITY: dict[str, Any] = {  # of caches that no teacher made
+    "teacher": {"model": "none", "weights": "none", "dtype": "none"},
+    "tokenizer": "none",
+    "chat": {"template": None, "kwargs": {}},
+    "piece_bytes": 4096,
 }
 
 
@@ -110,9 +116,9 @@ def teacher_of(folder: Path) -> LanguageModel:
 def batches_of(teacher: LanguageModel, data: DataConfig, batch_tokens: int) -> Iterator[Batch]:
     """The batches that `build` makes."""
     text = TeacherText(teacher.tokenizer, teacher.positions)
-    for pieces in _batches(examples_of(data, teacher.tokenizer), batch_tokens):
-        examples = [example for example in text(pieces) if example is not None]
-        for some in by_tokens(examples, batch_tokens):
+    for some_text in text_batches(examples_of(data, teacher.tokenizer), batch_tokens):
+        examples = sorted(filter(None, text(some_text)), key=lambda example: len(example.ids))
+        for some in batches(examples, lambda example: len(example.ids), 2 * batch_tokens):
             yield collate([[example] for example in some], pad_id=0)
 
 
@@ -194,7 +200,7 @@ def _sizes(cache: Cache) -> dict[str, Any]:
     form, rows, distinct = cache.form, 0, 0
     for shard in cache.shards:
         for number in range(len(shard.keys)):
-            document = shard.document(number, form, cache.folder)
+            document = shard.document(number, form)
             rows += int(document.predicted.sum())
             distinct += int((form.shares(document.all_rows())[1] > 0).sum()) if form.kind == "sampled" else 0
     found: dict[str, Any] = {
@@ -275,11 +281,7 @@ def synthetic(form: SignalKind, folder: Path, tokens: int, shard_bytes: int = 12
         predicted = np.arange(DOCUMENT) > 0
         ends = np.cumsum(random.integers(1, 8, DOCUMENT))
         blobs.append(to_bytes(form, ids, ends, predicted, streams))
-    identity = {
-        "kind": form.kind, "signal": signal_keys(form), "tokenizer": "none", "piece_bytes": 4096,
-        "teacher": {"model": "none", "weights": "none", "dtype": "none"}, "chat": {"template": None, "kwargs": {}},
-    }  # fmt: skip
-    create(folder, identity, lambda _: None)
+    create(folder, new_manifest(folder, form, **IDENTITY), lambda _: None)
     writer = Writer(folder)
     for number in range(tokens // DOCUMENT):
         writer.add(random.bytes(16).hex(), DOCUMENT, blobs[number % len(blobs)])
@@ -292,13 +294,14 @@ def synthetic(form: SignalKind, folder: Path, tokens: int, shard_bytes: int = 12
 def with_keys(cache: Cache, documents: int) -> Cache:
     """The same documents under more keys, so that the index has the size it would have."""
     random = np.random.default_rng(1)
-    owner, place = cache._index[2:]
-    times = -(-documents // len(owner))
-    owner, place = (np.tile(part, times)[:documents] for part in (owner, place))
-    words = random.integers(0, 2**64, (documents, 2), dtype=np.uint64)
-    order = np.argsort(words[:, 0])
-    cache._index = (words[order, 0], words[order, 1], owner[order], place[order])
+    chosen = random.permutation(np.arange(documents) % len(cache))
+    keys = np.sort(np.frombuffer(random.bytes(16 * documents), dtype="S16"))
+    cache._index = Index(keys, cache._index.shards[chosen], cache._index.numbers[chosen])
     return cache
+
+
+def key_at(cache: Cache, at: int) -> str:
+    return bytes(cache._index.keys[at]).ljust(16, b"\0").hex()
 
 
 def student_examples(cache: Cache, places: np.ndarray) -> list[Example]:
@@ -306,8 +309,7 @@ def student_examples(cache: Cache, places: np.ndarray) -> list[Example]:
     made = []
     for at in places:
         document = cache.document(int(at))
-        key = f"{int(cache._index[0][at]):016x}{int(cache._index[1][at]):016x}"
-        made.append(Example(key, "", document.tokens.astype(np.int32), document.predicted, 0))
+        made.append(Example(key_at(cache, at), "", document.tokens.astype(np.int32), document.predicted, 0))
     return made
 
 
@@ -336,7 +338,7 @@ def reading(kind: str) -> Callable[[Any, Path], dict[str, Any]]:
         teacher = Teacher(StoredSignal(CacheReader(cache), form.vocabulary), SameTokenizerView(), "synthetic")
         random = np.random.default_rng(2)
         count = 512 if options.quick else 2048
-        by_place = np.lexsort((cache._index[3], cache._index[2]))
+        by_place = np.lexsort((cache._index.numbers, cache._index.shards))
         start = int(random.integers(0, len(by_place) - count))
         orders = {"sequential": by_place[start : start + count], "random": random.permutation(len(cache))[:count]}
         asked = {name: student_examples(cache, places) for name, places in orders.items()}
@@ -384,11 +386,7 @@ def opening(options: Any, work: Path) -> dict[str, Any]:
     form = TokenLogprobs(VOCABULARY)
     if not (folder / "manifest.json").exists():
         random = np.random.default_rng(0)
-        identity = {
-            "kind": form.kind, "signal": signal_keys(form), "tokenizer": "none", "piece_bytes": 4096,
-            "teacher": {"model": "none", "weights": "none", "dtype": "none"}, "chat": {"template": None, "kwargs": {}},
-        }  # fmt: skip
-        create(folder, identity, lambda _: None)
+        create(folder, new_manifest(folder, form, **IDENTITY), lambda _: None)
         writer = Writer(folder)
         streams = form.encode({"token_logprobs": -random.exponential(2, 31)})
         blob = to_bytes(form, np.arange(32), np.arange(1, 33), np.arange(32) > 0, streams)
@@ -402,7 +400,7 @@ def opening(options: Any, work: Path) -> dict[str, Any]:
         with Clock() as clock:
             cache = Cache(folder)
         assert len(cache) == documents
-        key = key or f"{int(cache._index[0][7]):016x}{int(cache._index[1][7]):016x}"
+        key = key or key_at(cache, 7)
         with Clock() as finding:
             cache.document(int(cache.find([key])[0]))
         runs.append({"open": clock.seconds, "find": finding.seconds})

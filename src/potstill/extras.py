@@ -6,7 +6,7 @@ from potstill.types import PotstillError
 
 # As in pyproject.toml; a test compares them.
 EXTRAS = {
-    "import": ("array-record",),
+    "import": ("array-record", "protobuf"),
     "quant": ("bitsandbytes",),
     "serve": ("starlette", "uvicorn"),
     "wandb": ("wandb",),

@@ -8,25 +8,24 @@ R rows, K kept entries, k those that are left of them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import Progress, TaskID
 
-from potstill.cache.document import Document, SignalRows, to_bytes
-from potstill.cache.imports import LAST_TOKENS, REASONS, Imported, Values, import_cache
-from potstill.cache.kinds import SignalKind
-from potstill.cache.manifest import IDENTITY, part, signal_keys
-from potstill.cache.store import SHARD_BYTES, Cache, Writer, create
-from potstill.types import PotstillError
+from potstill.cache.document import Document, SignalRows
+from potstill.cache.imports import Layout, import_cache
+from potstill.cache.manifest import new_manifest, part
+from potstill.cache.store import Cache, create
+from potstill.types import Example, PotstillError
 
-ROWS_AT_ONCE = 2**15
+AT_ONCE = 16  # documents
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,17 @@ class Converted:
     documents: int  # added
     there: int  # were in the new cache already
     tokens: int
-    draws_left_out: int  # a token: draws from the rest, which is another one beside fewer entries
+    draws_left_out: int  # per token: draws from the rest, which is another one beside fewer entries
+
+    def lines(self) -> list[str]:
+        """What to tell of it."""
+        already = f"; {self.there:,} were there" if self.there else ""
+        lines = [f"{self.documents:,} documents converted ({self.tokens:,} tokens){already}"]
+        if self.draws_left_out:
+            lines.append(
+                "the draws from the rest were left out: they are of the rest beside all entries, at temperature 1"
+            )
+        return lines
 
 
 def convert_cache(
@@ -45,8 +54,8 @@ def convert_cache(
     temperatures: Sequence[float] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Converted:
-    """Write to `out` what `source` holds, with fewer entries a token or for fewer temperatures. A conversion that was
-    interrupted goes on when it is run again."""
+    """Write to `out` what `source` holds, with fewer entries per token or for fewer temperatures. A conversion that was
+    interrupted resumes when it is run again."""
     cache = Cache(source)
     cache.check_files()
     try:
@@ -55,157 +64,66 @@ def convert_cache(
         raise PotstillError(f"{source} cannot be made smaller so: {error}") from error
     if out.resolve() == source.resolve():
         raise PotstillError(f"--out: {out} is the cache itself: choose another folder")
-    kept = {key: value for key, value in cache.manifest.items() if key in (*IDENTITY, "imported")}
-    identity = {**kept, "signal": signal_keys(form)}
-    if form.k < cache.form.k and kept.get("imported", {}).get("rest") == "none":
-        identity["imported"] = {**kept["imported"], "rest": "partial"}
-    del identity["format"], identity["version"]
+    kept = cache.manifest.facts(include={"teacher", "tokenizer", "chat", "piece_bytes", "imported"})
+    if form.k < cache.form.k and cache.manifest.imported and cache.manifest.imported.rest == "none":
+        kept["imported"]["rest"] = "partial"
 
-    with closing(create(out, identity, lambda folder: _copy_beside(cache, folder))) as writer:
-        added, old, tokens = _convert(cache, form, writer, progress)
-    return Converted(added, old, tokens, cache.form.tail_samples - form.tail_samples)
+    def beside(folder: Path) -> None:
+        for name in cache.manifest.files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(part(cache.folder, name), folder / name)
 
-
-def _convert(
-    cache: Cache, form: SignalKind, writer: Writer, progress: Callable[[int, int], None]
-) -> tuple[int, int, int]:
-    """Documents added, documents that were there, and tokens."""
-    there = Cache(writer.folder)
-    added = old = tokens = 0
-    for shard in cache.shards:
-        keys = [bytes(key).hex() for key in shard.keys]
-        missing = [i for i, at in enumerate(there.find(keys)) if at < 0] if keys else []
-        old += len(keys) - len(missing)
-        waiting: list[tuple[str, Document]] = []
-        rows = 0
-        for number in missing:
-            document = shard.document(number, cache.form, cache.folder)
-            waiting.append((keys[number], document))
-            rows += int(document.predicted.sum())
-            if rows >= ROWS_AT_ONCE:
-                _add(writer, form, waiting)
-                waiting, rows = [], 0
-            tokens += len(document.tokens)
-        _add(writer, form, waiting)
-        added += len(missing)
-        if writer.size >= SHARD_BYTES:
-            writer.flush()
-        progress(added + old, len(cache))
-    writer.flush()
-    return added, old, tokens
+    with closing(create(out, new_manifest(out, form, **kept), beside)) as writer:
+        there, done = Cache(out), 0
+        for shard in cache.shards:
+            missing = np.flatnonzero(there.find([bytes(key).hex() for key in shard.keys]) < 0).tolist()
+            for begin in range(0, len(missing), AT_ONCE):
+                numbers = missing[begin : begin + AT_ONCE]
+                documents = [shard.document(number, cache.form) for number in numbers]
+                examples = [_example(bytes(shard.keys[n]).hex(), d) for n, d in zip(numbers, documents, strict=True)]
+                rows = SignalRows([(document, np.arange(int(document.predicted.sum()))) for document in documents])
+                stored = {name: np.concatenate([d.arrays[name] for d in documents]) for name in cache.form.streams()}
+                writer.add_rows(form, examples, cache.form.convert(rows, stored, form))
+            done += len(shard.keys)
+            progress(done, len(cache))
+        writer.flush()
+    left_out = cache.form.tail_samples - form.tail_samples
+    return Converted(writer.documents, done - writer.documents, writer.tokens, left_out)
 
 
-def _copy_beside(cache: Cache, folder: Path) -> None:
-    """What stands beside the shards: of top_k the tokenizer."""
-    for name in cache.manifest["files"]:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(part(cache.folder, name), folder / name)
-
-
-def _add(writer: Writer, form: SignalKind, documents: Sequence[tuple[str, Document]]) -> None:
-    if not documents:
-        return
-    old = documents[0][1].form
-    signal = SignalRows([(document, np.arange(int(document.predicted.sum()))) for _, document in documents])
-    stored = {name: np.concatenate([d.arrays[name] for _, d in documents]) for name in old.streams()}
-    streams = old.convert(signal, stored, form)
-    begin = 0
-    for key, document in documents:
-        end = begin + int(document.predicted.sum())
-        rows = {name: stream[begin:end] for name, stream in streams.items()}
-        data = to_bytes(form, document.tokens, document.ends, document.predicted, rows)
-        writer.add(key, len(document.tokens), data)
-        begin = end
+def _example(key: str, document: Document) -> Example:
+    return Example(key, "", document.tokens.astype(np.int32), document.predicted, 0, ends=document.ends)
 
 
 def convert(
-    sources: Sequence[Path],
-    out: Path,
-    *,
-    k: int | None,
-    temperatures: Sequence[float] | None,
-    tokenizer: str | None,
-    teacher_name: str | None,
-    texts: Path | None,
-    columns: Mapping[str, str],
-    values: Values,
-    predicts: Literal["next", "this"],
+    sources: Sequence[Path], out: Path, *, k: int | None, temperatures: Sequence[float] | None, **options: Any
 ) -> None:
-    """The command: a cache folder, or files to import; what was done is printed."""
+    """The command: a cache folder, or files to import, with the options of `import_cache`; what was done is printed."""
     console = Console(soft_wrap=True, highlight=False)
-    absent = [path for path in sources if not path.exists()]
-    if absent:
+    if absent := [path for path in sources if not path.exists()]:
         raise PotstillError(f"there is no {absent[0]}")
-    if sources[0].is_dir():
-        if len(sources) > 1:
-            raise PotstillError("one cache at a time can be converted: name one folder, or files to import")
-        if tokenizer or teacher_name or texts or columns:
-            raise PotstillError(
-                "--tokenizer, --teacher-name, --texts and --column are for files to import; a cache has its own"
-            )
-        with _shown(console, "documents") as progress:
-            made = convert_cache(sources[0], out, k=k, temperatures=temperatures, progress=progress)
-        already = f"; {made.there:,} were there" if made.there else ""
-        console.print(f"{made.documents:,} documents converted ({made.tokens:,} tokens){already}", markup=False)
-        if made.draws_left_out:
-            console.print(
-                "the draws from the rest were left out: they are of the rest beside all entries, at temperature 1",
-                markup=False,
-            )
-    else:
-        if tokenizer is None or teacher_name is None:
-            raise PotstillError(
-                "--tokenizer and --teacher-name: say which teacher the files are of; they do not say it themselves"
-            )
-        with _shown(console, "files") as progress:
-            found = import_cache(
-                sources,
-                out,
-                layout="parquet" if sources[0].suffix == ".parquet" else "maxtext",
-                tokenizer=tokenizer,
-                teacher_name=teacher_name,
-                texts=texts,
-                columns=columns,
-                k=k,
-                values=values,
-                temperatures=temperatures or (1.0,),
-                predicts=predicts,
-                progress=progress,
-            )
-        _report(console, found, texts)
-    cache = Cache(out)
-    each = cache.size / max(1, cache.tokens)
-    console.print(
-        f"cache: {out}, {len(cache):,} documents, {cache.tokens:,} tokens, {cache.size / 2**20:,.1f} MB ({each:.1f} bytes a "
-        "token)",
-        markup=False,
-    )
-
-
-def _report(console: Console, found: Imported, texts: Path | None) -> None:
-    already = f"; {found.there:,} were there" if found.there else ""
-    lines = [f"{found.documents:,} documents imported ({found.tokens:,} tokens){already}"]
-    lines += [f"{count:,} documents {REASONS[reason]} were left out" for reason, count in found.left_out.items()]
-    if found.shortened:
-        lines.append(f"{found.shortened:,} documents lost up to {LAST_TOKENS} tokens at their end, where they were cut")
-    if found.without_end:
-        lines.append(
-            f"{found.without_end:,} documents have no entries for what follows them: train with data.append_eos=false"
-        )
-    if not found.rest:
-        lines.append(
-            "the values are logits without their normaliser: the mass of what is not among them is not known, and is taken "
-            "to be none"
-        )
-    if texts is not None:
-        lines.append(f"texts to train on: {texts}")
-    for line in lines:
+    folder = sources[0].is_dir()
+    of_files = [bool(options[name]) for name in ("tokenizer", "teacher_name", "texts", "columns")]
+    refused = {
+        "one cache at a time can be converted: name one folder, or files to import": folder and len(sources) > 1,
+        "--tokenizer, --teacher-name, --texts and --column are for files to import; a cache has its own": folder
+        and any(of_files),
+        "--tokenizer and --teacher-name: say which teacher the files are of; they do not say it themselves": not folder
+        and not all(of_files[:2]),
+    }
+    for what in (what for what, is_so in refused.items() if is_so):
+        raise PotstillError(what)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        show = partial(_show, bar, bar.add_task("converting", total=None))
+        if folder:
+            lines = convert_cache(sources[0], out, k=k, temperatures=temperatures, progress=show).lines()
+        else:
+            layout: Layout = "parquet" if sources[0].suffix == ".parquet" else "maxtext"
+            options |= {"layout": layout, "k": k, "temperatures": temperatures or (1.0,)}
+            lines = import_cache(sources, out, progress=show, **options).lines()
+    for line in (*lines, f"cache: {out}, {Cache(out).sizes()}"):
         console.print(line, markup=False)
 
 
-@contextmanager
-def _shown(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    columns = (SpinnerColumn(), TextColumn("{task.completed:,} of {task.total:,} " + what), BarColumn())
-    with Bar(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=1)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
+    bar.update(task, completed=done, total=total)

@@ -1,7 +1,7 @@
 """Other people's files as a cache: MaxText-style array_record files, and parquet with lists of top-k entries.
 
 They hold tokens and no text, and a cache is keyed by text. So the tokens are decoded, and a document is taken only where its
-text gives the same tokens again. L tokens of a record, M entries of top-k, K values of each.
+text gives the same tokens again. L tokens of a record, R rows to predict, K entries of each.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,12 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from potstill.cache.codec import STEPS_PER_NAT
-from potstill.cache.document import to_bytes
 from potstill.cache.foreign import Record, maxtext_records, parquet_records
-from potstill.cache.kinds import LARGEST_VOCABULARY, TopK, wrong_ids
-from potstill.cache.manifest import IMPORTED, signal_keys
+from potstill.cache.kinds import LARGEST_VOCABULARY, Signal, TopK, wrong_ids
+from potstill.cache.manifest import IMPORTED, TOKENIZER, new_manifest
 from potstill.cache.reading import TeacherText, template_fingerprint, tokenizer_fingerprint
-from potstill.cache.store import SHARD_BYTES, Cache, Writer, begun_cache, create
+from potstill.cache.store import Cache, Writer, begun_cache, create
 from potstill.data.examples import text_key
 from potstill.files import could_not_write, new_file
 from potstill.models import load_tokenizer
@@ -32,6 +32,9 @@ from potstill.types import Example, PotstillError
 
 Layout = Literal["maxtext", "parquet"]
 Values = Literal["auto", "logits", "logprobs"]
+Rest = Literal["known", "partial", "none"]
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 READERS: Mapping[str, Callable[[Path, Mapping[str, str]], Iterator[Record]]] = {
     "maxtext": maxtext_records,
     "parquet": parquet_records,
@@ -46,12 +49,17 @@ NOT_CUT = 2**30  # bytes of text: an imported document is one piece, however lon
 LAST_TOKENS = 4  # a text that was cut inside a word may give its last tokens in another way: so many may be left off
 ABOVE_ONE = 0.02  # that probabilities may sum to beyond 1, by the rounding of a short float
 UNKNOWN = -(2**16 - 1) / STEPS_PER_NAT  # log-probability of a token that is not among the entries
-REASONS = {
-    "text": "whose text does not give the same tokens again",
-    "entries": "with fewer entries than k at some token",
-    "twice": "that are there twice",
-    "empty": "with nothing to predict in them",
+NOTES = {  # what was left out or changed, and in how many documents
+    "text": "documents whose text does not give the same tokens again were left out",
+    "entries": "documents with fewer entries than k at some token were left out",
+    "twice": "documents that are there twice were left out",
+    "empty": "documents with nothing to predict in them were left out",
+    "shortened": f"documents lost up to {LAST_TOKENS} tokens at their end, where they were cut",
+    "without_end": "documents have no entries for what follows them: train with data.append_eos=false",
 }
+NO_REST = (
+    "the values are logits without their normaliser: the mass of other tokens is not known, and is taken to be none"
+)
 
 
 @dataclass(frozen=True)
@@ -59,10 +67,17 @@ class Imported:
     documents: int  # added
     tokens: int
     there: int  # documents that were in the cache already
-    left_out: Mapping[str, int]  # by reason: see REASONS
-    shortened: int  # documents that lost up to LAST_TOKENS tokens at their end
-    without_end: int  # documents with no entries for what follows their last token: train with append_eos: false
+    noted: Mapping[str, int]  # see NOTES
     rest: bool  # whether the mass of what is not among the entries is known
+    texts: Path | None  # to train on
+
+    def lines(self) -> list[str]:
+        """What to tell of it."""
+        already = f"; {self.there:,} were there" if self.there else ""
+        lines = [f"{self.documents:,} documents imported ({self.tokens:,} tokens){already}"]
+        lines += [f"{count:,} {NOTES[name]}" for name, count in self.noted.items()]
+        lines += [] if self.rest else [NO_REST]
+        return lines if self.texts is None else [*lines, f"texts to train on: {self.texts}"]
 
 
 def import_cache(
@@ -85,58 +100,49 @@ def import_cache(
     `columns`: what tokens, ids, values (and, where there are such, normaliser: the log of the sum of all exponentials; text)
     are called. `predicts`: whether the entries at a token are for the token that follows it, or for itself.
     """
-    named = {**COLUMNS[layout], **(columns or {})}
-    unknown = sorted(set(named) - set(ROLES))
-    if unknown:
-        raise PotstillError(f"--column {unknown[0]}=…: there is no such column; there are {', '.join(ROLES)}")
-    if texts is None and "text" not in named:
-        raise PotstillError("--texts: say where the texts go that the tokens stand for; a student is trained on them")
+    named = _checked({**COLUMNS[layout], **(columns or {})}, texts)
     if not files:
         raise PotstillError("name at least one file to import")
-    words = _Words(load_tokenizer(tokenizer, "--tokenizer"))
+    reader = _Reader(load_tokenizer(tokenizer, "--tokenizer"), predicts)
+    counts, seen = reader.counts, set[str]()
     first = next(READERS[layout](files[0], named), None)
     if values == "auto" and layout == "maxtext" and "normaliser" not in named:
         values = "logits"  # its script keeps what the head gives
-    kind = _Kind.of(first, files[0], len(words.tokenizer), values, k, temperatures)
-    counts: Counter[str] = Counter()
-    seen: set[str] = set()
-    with closing(_start(out, words, kind, layout, teacher_name)) as writer, _lines(texts) as write_line:
-        there = Cache(out)
+    entries = _Entries.of(first, files[0], len(reader.tokenizer), values, k, temperatures)
+
+    def records() -> Iterator[Record]:
         for number, file in enumerate(files):
             progress(number, len(files))
-            for record in READERS[layout](file, named):
-                for document in words.documents(record, predicts, counts):
-                    if document.key in seen:
-                        counts["twice"] += 1
-                        continue
-                    seen.add(document.key)
-                    data = kind.bytes_of(document)
-                    if data is None:
-                        counts["entries"] += 1
-                        continue
-                    write_line(document.text)
-                    if there.find([document.key])[0] >= 0:
-                        counts["there"] += 1
-                        continue
-                    writer.add(document.key, len(document.example.ids), data)
-                    counts["documents"] += 1
-                    counts["tokens"] += len(document.example.ids)
-                    if writer.size >= SHARD_BYTES:
-                        writer.flush()
+            yield from READERS[layout](file, named)
+
+    with closing(_start(out, reader.tokenizer, entries, layout, teacher_name)) as writer, _lines(texts) as write_line:
+        there = Cache(out)
+        for example, ids, logits in (document for record in records() for document in reader.documents(record)):
+            signal = None if example.key in seen else entries.signal(example, ids, logits)
+            if signal is None:
+                counts["twice" if example.key in seen else "entries"] += 1
+                continue
+            seen.add(example.key)
+            write_line(example.text)
+            if there.find([example.key])[0] >= 0:
+                counts["there"] += 1
+                continue
+            writer.add_rows(entries.form, [example], entries.form.encode(signal))
         writer.flush()
-    return Imported(
-        counts["documents"],
-        counts["tokens"],
-        counts["there"],
-        {reason: counts[reason] for reason in REASONS if counts[reason]},
-        counts["shortened"],
-        counts["without_end"],
-        kind.rest,
-    )
+    noted = {name: counts[name] for name in NOTES if counts[name]}
+    return Imported(writer.documents, writer.tokens, counts["there"], noted, entries.rest == "known", texts)
+
+
+def _checked(columns: Mapping[str, str], texts: Path | None) -> Mapping[str, str]:
+    if unknown := sorted(set(columns) - set(ROLES)):
+        raise PotstillError(f"--column {unknown[0]}=…: there is no such column; there are {', '.join(ROLES)}")
+    if texts is None and "text" not in columns:
+        raise PotstillError("--texts: say where the texts go that the tokens stand for; a student is trained on them")
+    return columns
 
 
 @contextmanager
-def _lines(path: Path | None) -> Iterator[Callable[[str], None]]:
+def _lines(path: Path | None) -> Iterator[Callable[[str], object]]:
     """Texts to a jsonl file, which appears when it is whole."""
     if path is None:
         yield lambda text: None
@@ -146,134 +152,106 @@ def _lines(path: Path | None) -> Iterator[Callable[[str], None]]:
     except OSError as error:
         raise could_not_write(path, error) from error
     with new_file(path) as file:
-
-        def write(text: str) -> None:
-            file.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
-
-        yield write
+        yield lambda text: file.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
 
 
-def _start(out: Path, words: _Words, kind: _Kind, layout: str, teacher_name: str) -> Writer:
-    identity = {
-        "kind": "top_k",
-        "signal": signal_keys(kind.form),
-        "teacher": {"model": teacher_name, "weights": IMPORTED, "dtype": "unknown"},
-        "tokenizer": tokenizer_fingerprint(words.tokenizer),
-        "chat": {"template": template_fingerprint(words.tokenizer), "kwargs": {}},
-        "piece_bytes": NOT_CUT,
-        "imported": {"layout": layout, "values": kind.values, "rest": kind.rest_known},
-    }
+def _start(out: Path, tokenizer: Any, entries: _Entries, layout: str, teacher_name: str) -> Writer:
     there = begun_cache(out)
-    if there is not None and ("imported" not in there or there["teacher"]["model"] != teacher_name):
+    if there is not None and (there.imported is None or there.teacher.model != teacher_name):
         raise PotstillError(
-            f"{out} is a cache of {there['teacher']['model']}, and what is imported is of {teacher_name}: choose another "
-            "folder (--out)"
+            f"{out} is a cache of {there.teacher.model}, and what is imported is of {teacher_name}: choose another folder "
+            "(--out)"
         )
-    return create(out, identity, lambda folder: words.tokenizer.save_pretrained(folder / "tokenizer"))
+    manifest = new_manifest(
+        out,
+        entries.form,
+        teacher={"model": teacher_name, "weights": IMPORTED, "dtype": "unknown"},
+        tokenizer=tokenizer_fingerprint(tokenizer),
+        chat={"template": template_fingerprint(tokenizer), "kwargs": {}},
+        piece_bytes=NOT_CUT,
+        imported={"layout": layout, "values": entries.values, "rest": entries.rest},
+    )
+    return create(out, manifest, lambda folder: tokenizer.save_pretrained(folder / TOKENIZER))
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A document of a record: its text and tokens as potstill reads them, and the entries for each token to predict."""
+class _Reader:
+    """Tokens to texts, and back. `counts`: what was left out or changed, by reason."""
 
-    key: str
-    text: str
-    example: Example
-    ids: npt.NDArray[np.int64]  # [R, K]
-    values: npt.NDArray[np.float64]  # [R, K], −inf where there is no entry
-
-
-class _Words:
-    """Tokens to texts, and back."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, predicts: str) -> None:
+        self.tokenizer, self.counts = tokenizer, Counter[str]()
         if len(tokenizer) > LARGEST_VOCABULARY:
             raise PotstillError(f"a cache holds vocabularies of up to {LARGEST_VOCABULARY:,} ids")
+        self._shift = 1 if predicts == "next" else 0  # the entries for a token stand at the one before it, or at itself
         self._encode = TeacherText(tokenizer, None)
         encoding = tokenizer.backend_tokenizer.encode("a")
-        before = encoding.special_tokens_mask.index(0)
-        self._before = encoding.ids[:before]  # what the tokenizer itself puts before a text
+        self._before = encoding.ids[: encoding.special_tokens_mask.index(0)]  # what the tokenizer puts before a text
 
-    def documents(self, record: Record, predicts: str, counts: Counter[str]) -> Iterator[_Found]:
-        # Also where no text comes back; those below 0 may be padding.
-        if wrong := wrong_ids(np.maximum(record.ids, 0).reshape(-1, 1), len(self.tokenizer)):
-            raise self._other_tokenizer(record, wrong)
+    def documents(self, record: Record) -> Iterator[tuple[Example, Ids, Floats]]:
+        """The documents of a record as potstill reads them, and the entries for each token to predict: ids and values
+        [R, K], −inf where there is no entry."""
+        self._check(np.maximum(record.ids, 0).reshape(-1, 1), record)  # those below 0 may be padding
         for begin, end in _segments(record):
             tokens = record.tokens[begin:end]
             if record.segments is None:
                 tokens = self._without_padding(tokens)
-            if wrong := wrong_ids(tokens[:, None], len(self.tokenizer)):
-                raise self._other_tokenizer(record, wrong)
-            found = self._read(tokens, record, counts)
-            if found is None:
+            self._check(tokens[:, None], record)
+            example = self._read(tokens, record)
+            if example is None:
                 continue
-            text, example = found
-            # The entries for a token stand at the token before it, or at itself.
-            rows = np.flatnonzero(example.supervised) + begin - (predicts == "next")
+            rows = np.flatnonzero(example.supervised) + begin - self._shift
             bound = min(len(record.ids), end)
             if rows[-1] >= bound and len(example.ids) > len(tokens):
-                counts["without_end"] += 1
+                self.counts["without_end"] += 1
                 example, rows = _without_last(example), rows[:-1]
             if not len(rows) or rows[-1] >= bound:
-                counts["entries" if len(rows) else "empty"] += 1
+                self.counts["entries" if len(rows) else "empty"] += 1
                 continue
-            self._check_entries(record, rows)
-            yield _Found(text_key(text), text, example, record.ids[rows], record.values[rows])
+            ids, values = record.ids[rows], record.values[rows]
+            if (wrong := values[np.isnan(values) | np.isposinf(values)]).size:
+                raise PotstillError(f"{record.source} has {wrong[0]} among its values, where numbers were expected")
+            self._check(ids, record, np.isfinite(values))
+            yield example, ids, values
 
-    def _check_entries(self, record: Record, rows: npt.NDArray[np.int64]) -> None:
-        ids, values = record.ids[rows], record.values[rows]
-        there = np.isfinite(values)
-        if (~there & ~np.isneginf(values)).any():
-            raise PotstillError(
-                f"{record.source} has {values[~there & ~np.isneginf(values)][0]} among its values, where numbers were "
-                "expected"
-            )
+    def _check(self, ids: Ids, record: Record, there: npt.NDArray[np.bool_] | None = None) -> None:
         if wrong := wrong_ids(ids, len(self.tokenizer), there):
-            raise self._other_tokenizer(record, wrong)
+            raise PotstillError(
+                f"{record.source} has {wrong}: name the tokenizer of the teacher (--tokenizer {self.tokenizer.name_or_path} "
+                "was read), and the right columns (--column)"
+            )
 
-    def _other_tokenizer(self, record: Record, what: str) -> PotstillError:
-        return PotstillError(
-            f"{record.source} has {what}: name the tokenizer of the teacher (--tokenizer {self.tokenizer.name_or_path} was "
-            "read), and the right columns (--column)"
-        )
-
-    def _without_padding(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _without_padding(self, tokens: Ids) -> Ids:
         pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         length = len(tokens)
         while length and tokens[length - 1] == pad and (pad != eos or tokens[length - 2 : length - 1] == pad):
             length -= 1
         return tokens[:length]
 
-    def _read(self, tokens: npt.NDArray[np.int64], record: Record, counts: Counter[str]) -> tuple[str, Example] | None:
-        """The text of some tokens and the tokens of that text, which are the same, but for an eos."""
-        if record.text is not None:
-            example = self._same(record.text, tokens, record.source)
-            counts["text"] += example is None
-            return None if example is None else (record.text, example)
-        ended = len(tokens) > 0 and int(tokens[-1]) == self.tokenizer.eos_token_id
-        begun = len(self._before) if tokens[: len(self._before)].tolist() == self._before else 0
-        for fewer in range(1 if ended else 1 + LAST_TOKENS):
-            some = tokens[: len(tokens) - fewer]
-            inner = some[begun : len(some) - ended].tolist()
-            if not inner:
-                break
-            text = self.tokenizer.decode(inner, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            example = self._same(text, some, record.source)
-            if example is not None:
-                counts["shortened"] += fewer > 0
-                return text, example
-        counts["text" if len(tokens) > begun + ended else "empty"] += 1
+    def _read(self, tokens: Ids, record: Record) -> Example | None:
+        """What potstill reads in the text of some tokens, where it is these tokens, or they and an eos."""
+        reason = "empty"
+        for text, some in self._texts(tokens, record.text):
+            reason = "text"
+            (example,) = self._encode([Example(text_key(text), text, source=record.source)]) if text else (None,)
+            if example is None or not len(example.ids) - 1 <= len(some) <= len(example.ids):
+                continue
+            if np.array_equal(example.ids[: len(some)], some):
+                self.counts["shortened"] += len(some) < len(tokens)
+                return example
+        self.counts[reason] += 1
         return None
 
-    def _same(self, text: str, tokens: npt.NDArray[np.int64], source: str) -> Example | None:
-        """What potstill reads in a text, where it is these tokens, or they and an eos."""
-        if not text:
-            return None
-        (example,) = self._encode([Example(text_key(text), text, source=source)])
-        if example is None or not len(example.ids) - 1 <= len(tokens) <= len(example.ids):
-            return None
-        return example if np.array_equal(example.ids[: len(tokens)], tokens) else None
+    def _texts(self, tokens: Ids, text: str | None) -> Iterator[tuple[str, Ids]]:
+        """The texts that some tokens may stand for, and the tokens of each."""
+        if text is not None:
+            yield text, tokens
+            return
+        ended = bool(len(tokens)) and int(tokens[-1]) == self.tokenizer.eos_token_id
+        begun = len(self._before) if tokens[: len(self._before)].tolist() == self._before else 0
+        for fewer in range(min(len(tokens), 1 if ended else 1 + LAST_TOKENS)):
+            some = tokens[: len(tokens) - fewer]
+            if inner := some[begun : len(some) - ended].tolist():
+                decoded = self.tokenizer.decode(inner, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+                yield decoded, some
 
 
 def _segments(record: Record) -> Iterator[tuple[int, int]]:
@@ -281,10 +259,8 @@ def _segments(record: Record) -> Iterator[tuple[int, int]]:
     if record.segments is None:
         yield 0, len(record.tokens)
         return
-    edges = np.flatnonzero(np.diff(record.segments)) + 1
-    for begin, end in zip([0, *edges.tolist()], [*edges.tolist(), len(record.segments)], strict=True):
-        if end > begin and record.segments[begin]:
-            yield begin, end
+    edges = [0, *(np.flatnonzero(np.diff(record.segments)) + 1).tolist(), len(record.segments)]
+    yield from ((begin, end) for begin, end in pairwise(edges) if end > begin and record.segments[begin])
 
 
 def _without_last(example: Example) -> Example:
@@ -293,31 +269,17 @@ def _without_last(example: Example) -> Example:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Entries:
     """What the values are, and what is made of them."""
 
     values: str  # logits, without their normaliser; or logprobs
     form: TopK
-    more: bool = False  # the files have more entries than are kept
-
-    @property
-    def rest(self) -> bool:
-        return self.values == "logprobs"
-
-    @property
-    def rest_known(self) -> str:
-        """What is known of the mass beyond the k entries: all; that of the files' other entries; nothing."""
-        return "known" if self.rest else "partial" if self.more else "none"
+    rest: Rest  # of the mass beyond the k entries: all; that of the files' other entries; nothing
 
     @staticmethod
     def of(
-        first: Record | None,
-        file: Path,
-        vocabulary: int,
-        values: Values,
-        k: int | None,
-        temperatures: Sequence[float],
-    ) -> _Kind:
+        first: Record | None, file: Path, vocabulary: int, values: Values, k: int | None, temperatures: Sequence[float]
+    ) -> _Entries:
         if first is None or not first.ids.size:
             raise PotstillError(f"{file} holds no entries")
         there = np.isfinite(first.values).sum(-1)
@@ -328,49 +290,44 @@ class _Kind:
             raise PotstillError(
                 f"{file} has {least} entries a token, and the tokenizer has {vocabulary} ids: see --column"
             )
-        found = (
-            "logprobs" if first.normalised else _guessed(first.values[there > 0], file) if values == "auto" else values
-        )
+        if first.normalised:
+            values = "logprobs"
+        elif values == "auto":
+            values = _guessed(first.values[there > 0], file)
         form = TopK(vocabulary, k=k or least, temperatures=tuple(sorted(set(temperatures))))
-        if found == "logprobs" and form.temperatures != (1.0,):
+        if values == "logprobs" and form.temperatures != (1.0,):
             raise PotstillError(
                 f"--temperature: {file} has probabilities at temperature 1, and the mass of the rest is known there only"
             )
-        return _Kind(found, form, first.ids.shape[1] > form.k)
+        unknown: Rest = "partial" if first.ids.shape[1] > form.k else "none"
+        return _Entries(values, form, "known" if values == "logprobs" else unknown)
 
-    def bytes_of(self, document: _Found) -> bytes | None:
-        """The document as the cache holds it; None where it has too few entries."""
-        values, k = document.values, self.form.k
+    def signal(self, example: Example, ids: Ids, values: Floats) -> Signal | None:
+        """The rows as the cache holds them; None where there are too few entries."""
+        k = self.form.k
         if (np.isfinite(values).sum(-1) < k).any():
             return None
-        if self.rest and _mass(values).max() > 1 + ABOVE_ONE:
+        if self.rest == "known" and (most := _mass(values).max()) > 1 + ABOVE_ONE:
             raise PotstillError(
-                f"{document.example.source}: the probabilities at a token sum to {_mass(values).max():.3g}, so these are not "
-                "log-probabilities: --values logits takes them as they are"
+                f"{example.source}: the probabilities at a token sum to {most:.3g}, so these are not log-probabilities: "
+                "--values logits takes them as they are"
             )
         order = np.argsort(-values, axis=-1, kind="stable")
-        values = np.take_along_axis(values, order, -1)
-        ids = np.take_along_axis(document.ids, order, -1)
-        labels = document.example.ids[document.example.supervised]
-        chosen = np.where(ids == labels[:, None], values, -np.inf).max(-1)
-        if not self.rest:  # nothing more is known: what there is counts as all
-            chosen = chosen - np.logaddexp.reduce(values, -1)
-        streams = self.form.encode(
-            {
-                "ids": ids[:, :k],
-                "logprobs": values[:, :k],
-                "odds": np.stack([self._odds(values, t) for t in self.form.temperatures], -1),
-                "token_logprobs": np.where(np.isfinite(chosen), np.minimum(chosen, 0.0), UNKNOWN),
-            },
-        )
-        example = document.example
-        assert example.ends is not None
-        return to_bytes(self.form, example.ids, example.ends, example.supervised, streams)
+        values, ids = np.take_along_axis(values, order, -1), np.take_along_axis(ids, order, -1)
+        label = np.where(ids == example.ids[example.supervised][:, None], values, -np.inf).max(-1)
+        if self.rest != "known":  # nothing more is known: what there is counts as all
+            label = label - np.logaddexp.reduce(values, -1)
+        return {
+            "ids": ids[:, :k],
+            "logprobs": values[:, :k],
+            "odds": np.stack([self._odds(values, t) for t in self.form.temperatures], -1),
+            "token_logprobs": np.where(np.isfinite(label), np.minimum(label, 0.0), UNKNOWN),
+        }
 
-    def _odds(self, values: npt.NDArray[np.float64], temperature: float) -> npt.NDArray[np.float64]:
+    def _odds(self, values: Floats, temperature: float) -> Floats:
         """The log of the rest's mass over that of the k entries that are kept; −inf where there is none."""
         kept = np.logaddexp.reduce(values[:, : self.form.k] / temperature, -1)
-        if self.rest:
+        if self.rest == "known":
             # expm1: 1 − Σ would lose what is left of a sum near 1.
             with np.errstate(divide="ignore"):
                 return np.log(np.maximum(-np.expm1(np.minimum(kept, 0.0)), 0.0)) - kept
@@ -379,7 +336,7 @@ class _Kind:
         return np.logaddexp.reduce(values[:, self.form.k :] / temperature, -1) - kept
 
 
-def _guessed(values: npt.NDArray[np.float64], file: Path) -> str:
+def _guessed(values: Floats, file: Path) -> Values:
     """Logits have any sum of exponentials; that of the largest log-probabilities is at most 1, and mostly near it."""
     mass = _mass(values)
     if mass.max() > 1 + ABOVE_ONE:
@@ -389,6 +346,6 @@ def _guessed(values: npt.NDArray[np.float64], file: Path) -> str:
     raise PotstillError(f"{file}: it cannot be told what its values are: say --values logits, or --values logprobs")
 
 
-def _mass(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _mass(values: Floats) -> Floats:
     with np.errstate(over="ignore"):
         return np.exp(values).sum(-1)

@@ -3,13 +3,10 @@ a name in it becomes a path only here."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-import stat
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,12 +14,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from potstill.cache.kinds import KINDS, SignalKind, first_error, read_kind, shown
-from potstill.files import MANIFEST
+from potstill.data.examples import text_key
+from potstill.files import MANIFEST, write_text
 from potstill.types import PotstillError
 
 FORMAT, VERSION = "potstill cache", 2
 IMPORTED = "imported"  # in place of the fingerprint of weights that potstill never saw
-IDENTITY = ("format", "version", "kind", "signal", "teacher", "tokenizer", "chat", "piece_bytes")  # alike in all shards
 SHARD = re.compile(r"shard-([0-9]{1,15})-([0-9a-f]{8})\.safetensors")  # bytes, crc32
 HEAD, TOKENIZER = "head.safetensors", "tokenizer"
 PROBE = "probe.json"  # of a server that does not say what its weights are: see openai.py
@@ -42,107 +39,100 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 class _Checked(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
+    def facts(self, **which: Any) -> dict[str, Any]:
+        """As it stands in the file."""
+        return self.model_dump(by_alias=True, exclude_unset=True, **which)
 
-class _Teacher(_Checked):
+
+class TeacherFacts(_Checked):
     model: Words
     revision: Words | None = None
     weights: Words
     dtype: Words
 
 
-class _Chat(_Checked):
+class Chat(_Checked):
     template: Words | None
     arguments: Annotated[dict[str, Any], Field(alias="kwargs")]
 
 
-class _File(_Checked):
-    bytes: Count
-    crc32: Count
-
-
-class _Shard(_Checked):
+class ListedShard(_Checked):
     documents: Count
     tokens: Count
+    bytes: Count
+    crc32: Words
 
 
-class _Imported(_Checked):
+class Import(_Checked):
     layout: Words
     values: Words
     rest: Literal["known", "partial", "none"]
 
 
-class _Manifest(_Checked):
+class Manifest(_Checked):
+    format: str
+    version: int
     kind: str
-    signal: dict[str, Any]
-    teacher: _Teacher
+    signal: dict[str, Any]  # see kinds.SignalKind
+    teacher: TeacherFacts
     tokenizer: Words
-    chat: _Chat
+    chat: Chat
     piece_bytes: Annotated[int, Field(ge=1, lt=2**63)]
-    imported: _Imported | None = None
-    files: dict[str, _File]
-    shards: dict[str, _Shard]
+    imported: Import | None = None
+    files: dict[str, dict[str, Count]]  # size and crc32
+    shards: dict[str, ListedShard]
 
     @model_validator(mode="after")
-    def _fits(self) -> _Manifest:
-        for name in self.files:
-            if not BESIDE.fullmatch(name):
-                raise ValueError(f"files names {name!r}, and no cache has such a file")
-        for name in self.shards:
-            if not SHARD.fullmatch(name):
-                raise ValueError(f"shards names {name!r}, and no shard is called so")
-        if missing := signal_keys(read_kind(self.kind, self.signal)).keys() - self.signal.keys():
+    def _fits(self) -> Manifest:
+        for what, names, pattern in (("files", self.files, BESIDE), ("shards", self.shards, SHARD)):
+            if wrong := [name for name in names if not pattern.fullmatch(name)]:
+                raise ValueError(f"{what} names {wrong[0]!r}, and no cache has such a file")
+        if missing := signal_keys(self.form).keys() - self.signal.keys():
             raise ValueError(f"signal lacks {', '.join(sorted(missing))}")
         return self
 
+    @property
+    def form(self) -> SignalKind:
+        return read_kind(self.kind, self.signal)
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest: dict[str, Any] = json.loads(part(folder, MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PotstillError(
-            f"{folder} is not a cache: it has no {MANIFEST}. `potstill cache build` makes one"
-        ) from None
-    except NotADirectoryError:
-        raise PotstillError(
-            f"{folder} is a file, and a cache is a folder: name the one that `potstill cache build` made"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise PotstillError(f"{folder / MANIFEST} cannot be read ({error})") from error
-    check_manifest(manifest, folder)
-    return manifest
+    def meaning(self) -> dict[str, Any]:
+        """What decides how the bytes are read and what they mean. What the teacher is called does not."""
+        whole = dict.fromkeys(("kind", "signal", "tokenizer", "chat", "piece_bytes"), True)
+        return self.facts(include={**whole, "teacher": {"weights", "dtype"}})
 
+    @property
+    def identity(self) -> str:
+        """A hash of the meaning. Every shard has it."""
+        return text_key(json.dumps(self.meaning(), sort_keys=True, separators=(",", ":"), ensure_ascii=False))
 
-def check_manifest(manifest: Any, folder: Path) -> None:
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise PotstillError(f"{folder / MANIFEST} is not the manifest of a potstill cache")
-    if manifest.get("version") != VERSION or manifest.get("kind") not in list(KINDS):
-        what = f"version {shown(manifest.get('version'))}, kind {shown(manifest.get('kind'))}"
-        raise PotstillError(
-            f"{folder} is a cache of {what}, which this potstill cannot read (it reads version {VERSION}): build it anew, in "
-            "another folder"
+    def difference(self, other: Manifest) -> str:
+        """The first thing that another one has changed, in words; nothing where they mean the same."""
+        before, now = (
+            {**each.meaning(), "imported": each.imported and each.imported.facts()} for each in (self, other)
         )
-    missing = [key for key in (*IDENTITY, "files", "shards") if key not in manifest]
-    if missing:
-        raise PotstillError(f"{folder / MANIFEST} lacks {', '.join(missing)}: it is not what potstill wrote")
-    try:
-        _Manifest.model_validate(manifest)
-        identity_of(manifest)
-    except ValidationError as error:
-        raise PotstillError(f"{folder / MANIFEST} is not what potstill wrote ({first_error(error)})") from None
-    except (ValueError, RecursionError) as error:
-        raise PotstillError(f"{folder / MANIFEST} is not what potstill wrote ({error!r})") from error
+        for key in before:
+            there, here = (each[key] if isinstance(each[key], dict) else {"": each[key]} for each in (before, now))
+            names = [name for name in there | here if there.get(name) != here.get(name)]
+            words = [f"{name} {_words(there.get(name))}, now {_words(here.get(name))}".strip() for name in names]
+            if words:
+                return f"{key.replace('_', ' ')} ({'; '.join(words)})"
+        return ""
+
+    def list_shard(self, name: str, documents: int, tokens: int) -> None:
+        size, crc32 = shard_facts(name)
+        self.shards[name] = ListedShard(documents=documents, tokens=tokens, bytes=size, crc32=crc32)
+
+    def write(self, folder: Path) -> None:
+        content, shards = self.facts(), self.shards.values()
+        content |= {key: sum(dict(shard)[key] for shard in shards) for key in ("documents", "tokens", "bytes")}
+        write_text(folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False))
 
 
-def identity_of(manifest: Mapping[str, Any]) -> str:
-    """A hash of what decides how a cache's bytes are read and what they mean. Every shard has it."""
-    kept = {key: manifest[key] for key in ("kind", "signal", "tokenizer", "chat", "piece_bytes")}
-    kept["teacher"] = {key: manifest["teacher"][key] for key in ("weights", "dtype")}
-    text = json.dumps(kept, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def form_of(manifest: Mapping[str, Any]) -> SignalKind:
-    return read_kind(manifest["kind"], manifest["signal"])
+def shard_facts(name: str) -> tuple[int, str]:
+    """The bytes of a shard and its crc32, as its name has them."""
+    match = SHARD.fullmatch(name)
+    assert match is not None
+    return int(match[1]), match[2]
 
 
 def signal_keys(form: SignalKind) -> dict[str, Any]:
@@ -150,37 +140,72 @@ def signal_keys(form: SignalKind) -> dict[str, Any]:
     return {**asdict(form), "temperatures": list(form.temperatures)}
 
 
+def new_manifest(folder: Path, form: SignalKind, **keys: Any) -> Manifest:
+    """Of a cache that holds nothing yet."""
+    about = {"format": FORMAT, "version": VERSION, "kind": form.kind, "signal": signal_keys(form)}
+    return _checked({**about, **keys, "files": {}, "shards": {}}, folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    try:
+        content = json.loads(part(folder, MANIFEST).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"is not a cache: it has no {MANIFEST}. `potstill cache build` makes one"
+        if folder.is_file():
+            what = "is a file, and a cache is a folder: name the one that `potstill cache build` made"
+        raise PotstillError(f"{folder} {what}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise PotstillError(f"{folder / MANIFEST} cannot be read ({error})") from error
+    return _checked(content, folder)
+
+
+def _checked(content: Any, folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise PotstillError(f"{path} is not the manifest of a potstill cache")
+    version, kind = (shown(content.get(key)) for key in ("version", "kind"))
+    if content.get("version") != VERSION or kind not in KINDS:
+        raise PotstillError(
+            f"{folder} is a cache of version {version}, kind {kind}, which this potstill cannot read (it reads version "
+            f"{VERSION}): build it anew, in another folder"
+        )
+    required = [key for key, field in Manifest.model_fields.items() if field.is_required()]
+    if missing := [key for key in required if key not in content]:
+        raise PotstillError(f"{path} lacks {', '.join(missing)}: it is not what potstill wrote")
+    try:
+        manifest = Manifest.model_validate(content)
+        assert manifest.identity  # chat.kwargs may be what no JSON has
+    except ValidationError as error:
+        raise PotstillError(f"{path} is not what potstill wrote ({first_error(error)})") from None
+    except (ValueError, RecursionError) as error:
+        raise PotstillError(f"{path} is not what potstill wrote ({error!r})") from error
+    return manifest
+
+
+def _words(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def part(folder: Path, name: str) -> Path:
     """The path of a cache's file. Only names that a writer gives, and no links: what they lead to is not the cache's."""
     if not (name == MANIFEST or SHARD.fullmatch(name) or BESIDE.fullmatch(name)):
         raise PotstillError(f"the cache {folder} names a file {name!r}, and no cache has such a one: do not use it")
-    path = folder
-    *folders, last = name.split("/")
-    for word, is_right in [*((word, stat.S_ISDIR) for word in folders), (last, stat.S_ISREG)]:
-        path = path / word
-        try:
-            mode = os.lstat(path).st_mode
-        except FileNotFoundError:
-            break
-        if not is_right(mode):
-            raise _not_plain(folder, path)
-    return folder / name
+    path = folder / name
+    _refuse_links(folder, (path, *path.parents[: name.count("/")]))
+    return path
 
 
 def tokenizer_of(folder: Path) -> Path:
     """Where a cache's tokenizer is. Who loads it reads whatever is there, so nothing of it may be a link."""
-    for parent, folders, files in os.walk(folder / TOKENIZER):
-        for name in (*folders, *files):
-            if os.path.islink(os.path.join(parent, name)):
-                raise _not_plain(folder, Path(parent) / name)
-    if (folder / TOKENIZER).is_symlink():
-        raise _not_plain(folder, folder / TOKENIZER)
-    return folder / TOKENIZER
+    path = folder / TOKENIZER
+    _refuse_links(folder, (path, *path.rglob("*")))
+    return path
 
 
-def _not_plain(folder: Path, path: Path) -> PotstillError:
-    return PotstillError(
-        f"the cache {folder} is not as potstill writes it: {path.relative_to(folder)} is a link or no plain file, and "
-        "may lead "
-        "out of the cache: copy the cache with its links followed (cp -rL), if you trust where they lead"
-    )
+def _refuse_links(folder: Path, paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
+            raise PotstillError(
+                f"the cache {folder} is not as potstill writes it: {path.relative_to(folder)} is a link or no plain file, "
+                "and may lead out of the cache: copy the cache with its links followed (cp -rL), if you trust where they lead"
+            )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from potstill.cache.kinds import Signal, SignalKind, kind_for
-from potstill.cache.reading import dtype_name, fingerprints
+from potstill.cache.reading import dtype_name, template_fingerprint, tokenizer_fingerprint, weights_fingerprint
 from potstill.cache.signal import uniforms
 from potstill.config import StoreConfig
 from potstill.data import collate
@@ -90,9 +90,14 @@ class LiveOrigin:
 
 
 def identity_of_model(teacher: LanguageModel, name: str) -> Identity:
-    found = fingerprints(teacher)
-    revision = vars(teacher.model.config).get("_commit_hash")  # null: not from the hub
-    return Identity(name, revision, found.weights, dtype_name(teacher.model.dtype), found.tokenizer, found.template)
+    return Identity(
+        name,
+        revision=vars(teacher.model.config).get("_commit_hash"),  # None: not from the hub
+        weights=weights_fingerprint(teacher),
+        dtype=dtype_name(teacher.model.dtype),
+        tokenizer=tokenizer_fingerprint(teacher.tokenizer),
+        template=template_fingerprint(teacher.tokenizer),
+    )
 
 
 @torch.no_grad()

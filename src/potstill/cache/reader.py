@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import safetensors
@@ -72,7 +73,7 @@ class CacheReader:
         self.form = cache.form
         self.ahead = writer.origin.at_once if writer is not None and writer.origin.ahead else 1
         self._claiming = threading.Lock()
-        self._claimed: dict[str, threading.Event] = {}  # documents under way, and what is set when they are there
+        self._under_way: dict[str, Future[None]] = {}  # documents that are being computed, until they are packed
         self._skip = skip_missing
         self._writer = writer
         self._data = data
@@ -103,60 +104,52 @@ class CacheReader:
         if self._writer is not None:
             self._writer.flush_if_due()
         found = self._found(examples)
-        there = [document for document in found if document is not None]
-        if len(there) == len(found):
-            return there
-        if self._writer is None:
+        if None in found and self._writer is None:
             raise self._missing(examples[found.index(None)])
-        if self._writer.origin.ahead:
+        if None in found and self._writer is not None and self._writer.origin.ahead:
             self.compute(examples)
-            return [document for document in self._found(examples) if document is not None]
-        return None
+            found = self._found(examples)
+        there = [document for document in found if document is not None]
+        return there if len(there) == len(found) else None
 
     def compute(self, examples: Sequence[Example]) -> None:
         """What is not there. Nothing, when it has been computed since for another batch, or by another process. Several threads
-        may prepare: each asks for what no other has claimed, and waits for all of its own."""
+        may prepare: each asks for what no other has under way, and waits for all of its own."""
         asked: set[str] = set()
-        while missing := [e for e, there in zip(examples, self._found(examples), strict=True) if there is None]:
+        while True:
             with self._claiming:
-                others = [self._claimed[e.key] for e in missing if e.key in self._claimed]
-                unique = {e.key: e for e in missing if e.key not in self._claimed}
-                there = self._found(list(unique.values()))  # what another thread has finished since
-                unique = {e.key: e for e, found in zip(unique.values(), there, strict=True) if found is None}
-                assert asked.isdisjoint(unique), "what was added is not found"
-                asked |= unique.keys()
-                done = threading.Event()
-                self._claimed |= dict.fromkeys(unique, done)
-                try:
-                    begun = self._begin(list(unique.values()))
-                except BaseException:
-                    self._release(unique, done)
-                    raise
-            try:
-                for one in begun:
-                    one.result()
-            finally:
-                with self._claiming:
-                    self._release(unique, done)
-            for other in others:  # where it fails, the next round asks for it again
-                other.wait()
+                # First what is under way, then what is there: what is packed between the two is found.
+                others = {e.key: packed for e in examples if (packed := self._under_way.get(e.key)) is not None}
+                free = [e for e in examples if e.key not in others]
+                missing = {e.key: e for e, there in zip(free, self._found(free), strict=True) if there is None}
+                assert asked.isdisjoint(missing), "what was added is not found"
+                asked |= missing.keys()
+                own = self._begin(list(missing.values()))
+            if not own and not others:
+                return
+            for packed in own:
+                packed.result()
+            wait(others.values())  # where one of them fails, the next round asks for it again
 
     def _begin(self, examples: Sequence[Example]) -> list[Future[None]]:
         assert self._writer is not None
         # In parts of like lengths: one long document among short ones would pad all of them to its length.
         tokens = min(sum(len(example.ids) for example in examples), BATCH_TOKENS)
         if self._as_read is not None:
-            return self._writer.start([self._as_read(example) for example in examples], (), tokens)
-        written = [example for example in examples if example.writer is not None]
-        return self._writer.start([example for example in examples if example.writer is None], written, tokens)
+            texts, written = [self._as_read(example) for example in examples], []
+        else:
+            texts = [example for example in examples if example.writer is None]
+            written = [example for example in examples if example.writer is not None]
+        begun = []
+        for keys, packed in self._writer.begin(texts, written, tokens):
+            self._under_way |= dict.fromkeys(keys, packed)
+            packed.add_done_callback(partial(self._release, keys))
+            begun.append(packed)
+        return begun
 
-    def _release(self, keys: Iterable[str], done: threading.Event) -> None:
+    def _release(self, keys: Sequence[str], _: Future[None]) -> None:
         for key in keys:
-            del self._claimed[key]
-        done.set()
-
-    def tokenizer(self) -> Any:
-        return load_tokenizer(str(tokenizer_of(self.cache.folder)), "cache")
+            del self._under_way[key]
 
     def close(self) -> None:
         if self._writer is not None:
@@ -164,29 +157,26 @@ class CacheReader:
 
     def _found(self, examples: Sequence[Example]) -> list[Document | None]:
         """None: it is not there."""
-        found = self.cache.documents([example.key for example in examples])
-        for i, example in enumerate(examples):
-            if not example.supervised.any():  # its document was left out
-                found[i] = blank(self.cache.form)
-            elif found[i] is None and self._writer is not None:
-                found[i] = self._waiting(self._writer, example.key)
-        missing = [i for i, document in enumerate(found) if document is None]
-        if missing and self._writer is not None:
-            # What has just been written waits no more, and other processes write too.
-            self.cache.refresh()
+        # An example with nothing supervised: its document was left out.
+        found = [self._waiting(e.key) if e.supervised.any() else blank(self.cache.form) for e in examples]
+        for refresh in (False, True) if self._writer is not None else (False,):
+            missing = [i for i, document in enumerate(found) if document is None]
+            if missing and refresh:  # what has just been written waits no more, and other processes write too
+                self.cache.refresh()
             for i, document in zip(missing, self.cache.documents([examples[i].key for i in missing]), strict=True):
                 found[i] = document
         return found
 
-    def _waiting(self, writer: CacheWriter, key: str) -> Document | None:
-        tokens, data = writer.writer.waiting.get(key, (0, b""))
+    def _waiting(self, key: str) -> Document | None:
+        tokens, data = (0, b"") if self._writer is None else self._writer.writer.waiting.get(key, (0, b""))
         return from_bytes(self.cache.form, np.frombuffer(data, dtype=np.uint8), tokens) if data else None
 
     def _missing(self, example: Example) -> PotstillError:
         named = f"{example.source or 'a document'} ({example.key})"
         counted = ""
         if self._data is not None and not any(source.streaming for source in self._data.sources):
-            found = coverage(self.cache, self._data, self.tokenizer())
+            tokenizer = load_tokenizer(str(tokenizer_of(self.cache.folder)), "cache")
+            found = coverage(self.cache, self._data, tokenizer)
             counted = f"; {found.missing:,} of the {found.documents:,} documents of data are not in it"
         return PotstillError(
             f"the cache {self.cache.folder} has no document {named}{counted}: add what is missing with `potstill cache build "

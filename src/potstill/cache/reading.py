@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from potstill.cache.manifest import Manifest
 from potstill.config import DataConfig
 from potstill.data import Encoder, Source, example_maker
+from potstill.data.examples import text_key
 from potstill.models import LanguageModel
 from potstill.types import Example, PotstillError
 
@@ -32,9 +34,9 @@ def examples_of(data: DataConfig, tokenizer: Any, key: str = "data") -> Iterator
                     yield example
 
 
-def as_cached(data: DataConfig, manifest: Mapping[str, Any]) -> DataConfig:
+def as_cached(data: DataConfig, manifest: Manifest) -> DataConfig:
     """`data`, cut into pieces as a cache's texts were, where it does not say itself."""
-    return data if data.piece_bytes else data.model_copy(update={"piece_bytes": manifest["piece_bytes"]})
+    return data if data.piece_bytes else data.model_copy(update={"piece_bytes": manifest.piece_bytes})
 
 
 class TeacherText:
@@ -58,21 +60,6 @@ def chat_kwargs(data: DataConfig) -> dict[str, Any]:
             "in one way, and chat_template_kwargs differ between the sources"
         )
     return found[0] if found else {}
-
-
-@dataclass(frozen=True)
-class Fingerprints:
-    """What a cache depends on, short."""
-
-    weights: str
-    tokenizer: str
-    template: str | None
-
-
-def fingerprints(teacher: LanguageModel) -> Fingerprints:
-    return Fingerprints(
-        weights_fingerprint(teacher), tokenizer_fingerprint(teacher.tokenizer), template_fingerprint(teacher.tokenizer)
-    )
 
 
 def weights_fingerprint(teacher: LanguageModel) -> str:
@@ -103,15 +90,11 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Of everything that decides which ids a text becomes."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     content = {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "model")}
-    text = json.dumps([content, tokenizer.eos_token_id], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return text_key(json.dumps([content, tokenizer.eos_token_id], sort_keys=True, ensure_ascii=False))
 
 
 def template_fingerprint(tokenizer: Any) -> str | None:
-    template = tokenizer.chat_template
-    if not template:
-        return None
-    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:32]
+    return text_key(json.dumps(tokenizer.chat_template, sort_keys=True)) if tokenizer.chat_template else None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -36,6 +36,7 @@ class Coverage:
     documents: int
     missing: int
     first: str = ""  # where the first missing one is
+    missing_bytes: int = 0  # of text
 
     def __str__(self) -> str:
         return f"{self.documents - self.missing:,} of {self.documents:,} documents"
@@ -43,14 +44,15 @@ class Coverage:
 
 def coverage(cache: Cache, data: DataConfig, tokenizer: Any, key: str = "data") -> Coverage:
     """How many documents of a data set the cache has."""
-    documents, missing, first = 0, 0, ""
-    data = data.model_copy(update={"piece_bytes": cache.manifest["piece_bytes"]})
+    documents, missing, size, first = 0, 0, 0, ""
+    data = data.model_copy(update={"piece_bytes": cache.manifest.piece_bytes})
     examples = examples_of(data, tokenizer, key)
     while some := list(islice(examples, AT_ONCE)):
         lost = [example for example, at in zip(some, cache.find([e.key for e in some]), strict=True) if at < 0]
         first = first or (f"{lost[0].source} ({lost[0].key})" if lost else "")
         documents, missing = documents + len(some), missing + len(lost)
-    return Coverage(documents, missing, first)
+        size += sum(len(example.text.encode()) for example in lost)
+    return Coverage(documents, missing, first, size)
 
 
 def describe(cache: Cache) -> dict[str, Any]:
@@ -58,12 +60,12 @@ def describe(cache: Cache) -> dict[str, Any]:
     manifest = cache.manifest
     return {
         "kind": cache.form.kind,
-        "signal": manifest["signal"],
-        "teacher": manifest["teacher"],
-        "imported": manifest.get("imported"),
-        "tokenizer": manifest["tokenizer"],
-        "chat template": manifest["chat"]["template"],
-        "piece bytes": manifest["piece_bytes"],
+        "signal": manifest.signal,
+        "teacher": manifest.teacher.facts(),
+        "imported": manifest.imported and manifest.imported.facts(),
+        "tokenizer": manifest.tokenizer,
+        "chat template": manifest.chat.template,
+        "piece bytes": manifest.piece_bytes,
         "documents": len(cache),
         "tokens": cache.tokens,
         "shards": len(cache.shards),
@@ -132,9 +134,9 @@ def verify(
 
 def _other_teacher(cache: Cache, teacher: LanguageModel) -> tuple[list[str], bool]:
     """How a teacher is not the one that a cache is of, and whether the numbers of the two can be compared all the same."""
-    known, form = cache.manifest["teacher"], cache.form
-    name = known["model"]
-    if tokenizer_fingerprint(teacher.tokenizer) != cache.manifest["tokenizer"]:
+    known, form = cache.manifest.teacher, cache.form
+    name = known.model
+    if tokenizer_fingerprint(teacher.tokenizer) != cache.manifest.tokenizer:
         return [f"it has another tokenizer than the cache's, {name}"], False
     embeddings, head = teacher.model.get_input_embeddings().weight, teacher.model.get_output_embeddings().weight
     rows = min(len(embeddings), len(head))
@@ -145,12 +147,12 @@ def _other_teacher(cache: Cache, teacher: LanguageModel) -> tuple[list[str], boo
     longest = max((int(shard.tokens.max(initial=0)) for shard in cache.shards), default=0)
     if teacher.positions is not None and teacher.positions < longest:
         return [f"it reads {teacher.positions:,} tokens and the cache's, {name}, has read {longest:,} at once"], False
-    if known["weights"] == IMPORTED:
+    if known.weights == IMPORTED:
         return [], True  # what is not known of it, the numbers tell
     dtype = dtype_name(teacher.model.dtype)
-    if dtype != known["dtype"]:  # rounded weights have another fingerprint too
-        return [f"its dtype is {dtype} and that of the cache's, {name}, was {known['dtype']}"], True
-    if weights_fingerprint(teacher) != known["weights"]:
+    if dtype != known.dtype:  # rounded weights have another fingerprint too
+        return [f"its dtype is {dtype} and that of the cache's, {name}, was {known.dtype}"], True
+    if weights_fingerprint(teacher) != known.weights:
         return [f"its weights are not those of the cache's, {name}"], True
     return [], True
 
@@ -169,7 +171,7 @@ def _check_shard(cache: Cache, shard: Shard, report: Report) -> float:
             report.damage.append(f"{shard.name}: document {key.hex()} is not what was written")
             continue
         try:
-            document = shard.document(number, form, cache.folder)
+            document = shard.document(number, form)
         except PotstillError as error:
             report.damage.append(str(error))
             continue
@@ -192,9 +194,9 @@ def _recompute(
     cache: Cache, teacher: LanguageModel, sample: int, progress: Callable[[int, int], None], report: Report
 ) -> None:
     """Differences between what is stored and what the teacher says now, over documents spread through the cache."""
-    form, imported = cache.form, cache.manifest.get("imported")
-    short = cache.manifest["teacher"]["dtype"] not in ("float32", "float64")  # of an import it is not known
-    most, unknown = form.tolerance[short], imported is not None and imported["rest"] != "known"
+    form, imported = cache.form, cache.manifest.imported
+    short = cache.manifest.teacher.dtype not in ("float32", "float64")  # of an import it is not known
+    most, unknown = form.tolerance[short], imported is not None and imported.rest != "known"
     places = np.unique(np.linspace(0, len(cache) - 1, min(sample, len(cache))).astype(np.int64))
     differences, wrong, shares = [np.zeros(0)], [], list[float]()
     for number, at in enumerate(places):

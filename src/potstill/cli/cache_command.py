@@ -19,7 +19,7 @@ from rich.progress import Progress as Bar
 from potstill.cache.build import Progress, Terminated, build, ranks, sigterm_interrupts
 from potstill.cache.codec import DTYPES
 from potstill.cache.kinds import KINDS, SignalKind
-from potstill.cache.manifest import IMPORTED, form_of, read_manifest, signal_keys, tokenizer_of
+from potstill.cache.manifest import IMPORTED, Manifest, read_manifest, signal_keys, tokenizer_of
 from potstill.cache.origin import LiveOrigin, Origin
 from potstill.cache.reading import as_cached
 from potstill.cache.store import Cache, begun_cache
@@ -97,7 +97,7 @@ def build_cache(
     console = console_of()
     who = f"process {rank} of {world}: " if world > 1 else ""
     if there is not None and kept != checked(StoreConfig, {**config.store.model_dump(), **given}, "store"):
-        form = form_of(there)
+        form = there.form
         console.print(f"{who}going on with what {folder} keeps, {form.kind}: {form.describe()}", markup=False)
     try:
         with sigterm_interrupts(), in_words_of_options(source is not None):
@@ -137,28 +137,28 @@ def build_cache(
     if rank == 0:
         cache = Cache(folder)
         if any(source.kind == "text" for source in data.sources):
-            size = cache.manifest["piece_bytes"]
+            size = cache.manifest.piece_bytes
             console.print(
                 f"texts were cut into pieces of at most {size:,} bytes (piece_bytes): students need a data.max_length "
                 "of about "
                 f"a quarter of that, {-(-size // 4):,}, or more; with less the ends of long pieces are lost to them",
                 markup=False,
             )
-        console.print(f"cache: {folder}, {_sizes(cache)}", markup=False)
+        console.print(f"cache: {folder}, {cache.sizes()}", markup=False)
 
 
-def _settled(store: StoreConfig, given: Mapping[str, Any], there: Mapping[str, Any] | None) -> StoreConfig:
+def _settled(store: StoreConfig, given: Mapping[str, Any], there: Manifest | None) -> StoreConfig:
     """What to keep: as the options say, else the recipe, else the cache that is there. A recipe's value that is the default
     says nothing: recipes that were saved spell out all of them."""
     plain = StoreConfig()
     wanted = {name: value for name, value in store.model_dump().items() if value != getattr(plain, name)}
-    before = {} if there is None else _settings(form_of(there))
+    before = {} if there is None else _settings(there.form)
     kept = checked(StoreConfig, {**before, **wanted, **given}, "store")
     for name in given:
-        users = [kind for kind, form in KINDS.items() if name in form.parameters]
+        users = sorted(kind for kind, form in KINDS.items() if name in form.parameters)
         if users and kept.kind not in users:
             raise PotstillError(
-                f"--{name.removesuffix('s') if name == 'temperatures' else name} goes with kind "
+                f"--{name.removesuffix('s') if name == 'temperatures' else name.replace('_', '-')} goes with kind "
                 f"{' and '.join(users)}, and this cache is of kind {kept.kind}: leave it out"
             )
     if "seed" in given and kept.kind == "top_k" and not kept.tail_samples:
@@ -173,7 +173,7 @@ def _settings(form: SignalKind) -> dict[str, Any]:
 
 
 def _load(
-    config: TeacherConfig, there: Mapping[str, Any] | None, folder: Path, device: torch.device, key: str, number: int
+    config: TeacherConfig, there: Manifest | None, folder: Path, device: torch.device, key: str, number: int
 ) -> Origin:
     """The teacher; where the recipe names none, the one that the cache was built with."""
 
@@ -187,22 +187,22 @@ def _load(
         if config.model is None:
             raise PotstillError(f"teachers[{number}] has no model to run: {say_which}")
         return load(config)
-    known = there["teacher"]
-    if config.dtype == "auto" and known["dtype"] in DTYPES:
-        config = config.model_copy(update={"dtype": known["dtype"]})
+    known = there.teacher
+    if config.dtype == "auto" and known.dtype in DTYPES:
+        config = config.model_copy(update={"dtype": known.dtype})
     if config.model is not None:
         return load(config)
-    if known["weights"] == IMPORTED:
+    if known.weights == IMPORTED:
         raise PotstillError(
             f"teachers[{number}] has no model to run, and {folder} was imported, to which no model adds: import more, or "
             f"{say_which} and choose another folder"
         )
-    config = config.model_copy(update={"model": known["model"], "revision": config.revision or known.get("revision")})
+    config = config.model_copy(update={"model": known.model, "revision": config.revision or known.revision})
     try:
         return load(config)
     except PotstillError as error:
         raise PotstillError(
-            f"teachers[{number}] has no model to run, and {known['model']}, with which {folder} was built, cannot be loaded "
+            f"teachers[{number}] has no model to run, and {known.model}, with which {folder} was built, cannot be loaded "
             f"({error}): {say_which}"
         ) from error
 
@@ -227,11 +227,6 @@ def in_words_of_options(data: bool) -> Iterator[None]:
         words = words.replace(f"did you mean {role}: ", f"did you mean {option} ")
         words = words.replace(f"; set {role} to one of them", f"; name one of them with {option}")
         raise PotstillError(re.sub(r"(\S+) \(looked in \1\)", r"\1", words)) from error
-
-
-def _sizes(cache: Cache) -> str:
-    each = cache.size / max(1, cache.tokens)
-    return f"{len(cache):,} documents, {cache.tokens:,} tokens, {cache.size / 2**20:,.1f} MB ({each:.1f} bytes a token)"
 
 
 def _from_recipe(
@@ -318,7 +313,7 @@ def verify_cache(
     console = Console(stderr=as_json, soft_wrap=True, highlight=False)
     model = None
     if teacher is not None:
-        known = read_manifest(folder)["teacher"]["dtype"]
+        known = read_manifest(folder).teacher.dtype
         chosen = dtype or (known if known in DTYPES else "auto")
         config = checked(TeacherConfig, {"model": teacher, "dtype": chosen}, "--teacher")
         model = load_teacher(config, pick_device(device_name), "--teacher", "--teacher")

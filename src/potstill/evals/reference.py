@@ -160,7 +160,7 @@ def in_cache(
     if not batches:
         raise PotstillError(
             f"{where}: the cache has none of the {examples:,} held-out examples; add them with `potstill cache build`, in "
-            f"pieces of {cache.manifest['piece_bytes']:,} bytes as the rest of it is"
+            f"pieces of {cache.manifest.piece_bytes:,} bytes as the rest of it is"
         )
     note = f"{where}: the cache has {examples - missing:,} of {examples:,} held-out examples, and KL is of these"
     return Reference(teacher, batches, note if missing else None)

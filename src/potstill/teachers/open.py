@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from potstill.cache.build import CacheWriter
-from potstill.cache.manifest import form_of, read_manifest, tokenizer_of
+from potstill.cache.manifest import read_manifest, tokenizer_of
 from potstill.cache.origin import LiveOrigin
 from potstill.cache.reader import CacheReader
 from potstill.cache.reading import as_cached, chat_kwargs
@@ -63,8 +63,8 @@ class Opening:
         found = replace(Combination.of(self.config, self.loss), tokenizer="same" if difference is None else "other")
         if found.alone:
             manifest = read_manifest(Path(self.config.cache or ""))
-            form = form_of(manifest)
-            found = found.stored(form.kind, form.temperatures, "imported" in manifest)
+            form = manifest.form
+            found = found.stored(form.kind, form.temperatures, manifest.imported is not None)
         check(found, self.where)
 
     def teacher(self, source: SignalSource, view: TokenizerView) -> Teacher[SignalSource]:

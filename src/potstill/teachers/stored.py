@@ -113,7 +113,7 @@ def _check_rendering(cache: Cache, student: LanguageModel, tokenizer: Any, data:
             "for the student (student.tokenizer), or set data.append_eos to false"
         )
     chats = any(source.messages for source in data.sources)
-    if chats and template_fingerprint(student.tokenizer) != cache.manifest["chat"]["template"]:
+    if chats and template_fingerprint(student.tokenizer) != cache.manifest.chat.template:
         raise PotstillError(
             f"{where}: the cache's conversations were rendered with another chat template than the student's: take the "
             "teacher's tokenizer for the student (student.tokenizer)"
@@ -123,12 +123,12 @@ def _check_rendering(cache: Cache, student: LanguageModel, tokenizer: Any, data:
 def check_pieces(cache: Cache, data: DataConfig, where: str) -> None:
     """What must be alike whatever the tokenizers."""
     manifest = cache.manifest
-    if any(source.messages for source in data.sources) and chat_kwargs(data) != manifest["chat"]["kwargs"]:
+    if any(source.messages for source in data.sources) and chat_kwargs(data) != manifest.chat.arguments:
         raise PotstillError(
-            f"{where}: the cache's conversations were rendered with chat_template_kwargs {manifest['chat']['kwargs']}, and "
+            f"{where}: the cache's conversations were rendered with chat_template_kwargs {manifest.chat.arguments}, and "
             f"those of data.sources are {chat_kwargs(data)}"
         )
-    pieces = manifest["piece_bytes"]
+    pieces = manifest.piece_bytes
     if data.piece_bytes not in (None, pieces) and any(source.kind == "text" for source in data.sources):
         raise PotstillError(
             f"{where}: the cache's texts were cut into pieces of {pieces} bytes, and data.piece_bytes is {data.piece_bytes}: "

@@ -23,7 +23,7 @@ from tiny_models import make_model
 
 from potstill.cache.build import build
 from potstill.cache.convert import convert, convert_cache
-from potstill.cache.foreign import example_features, varints
+from potstill.cache.foreign import example_features
 from potstill.cache.imports import COLUMNS, NOT_CUT, READERS, import_cache
 from potstill.cache.store import Cache, begun_cache
 from potstill.cache.verify import verify
@@ -138,7 +138,7 @@ def test_a_smaller_k_is_what_a_build_with_it_gives(made, tmp_path, k):
     assert (done.documents, done.there, done.tokens) == (len(large), 0, large.tokens) and seen[-1] == (60, 60)
     assert small.form == direct.form
     same = ("teacher", "tokenizer", "chat", "piece_bytes", "kind", "files")
-    assert all(small.manifest[name] == large.manifest[name] for name in same)
+    assert all(getattr(small.manifest, name) == getattr(large.manifest, name) for name in same)
     keys = keys_of(large)
     assert keys_of(small) == keys
     a, b = all_rows(small, keys), all_rows(direct, keys)
@@ -258,24 +258,6 @@ def test_a_serialized_example_is_read(packed):
         assert np.array_equal(found[name], values), name
 
 
-def test_protobufs_own_writer_agrees():
-    pb = pytest.importorskip("google.protobuf")
-    del pb
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    file = descriptor_pb2.FileDescriptorProto(name="x.proto", package="x", syntax="proto3")
-    numbers = file.message_type.add(name="Numbers")
-    numbers.field.add(name="value", number=1, type=3, label=3)  # int64, repeated
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    message = message_factory.GetMessageClass(pool.FindMessageTypeByName("x.Numbers"))
-    values = np.random.default_rng(0).integers(-(2**63), 2**63, 1000) >> np.arange(1000) % 64
-    data = message(value=values.tolist()).SerializeToString()
-    assert data[:1] == b"\x0a"
-    size = len(varint(sum(len(varint(int(v))) for v in values)))
-    assert np.array_equal(varints(memoryview(data)[1 + size :]), values)
-
-
 def write_records(path: Path, records: list[bytes]) -> Path:
     writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
     for record in records:
@@ -328,12 +310,12 @@ def test_maxtext_files_become_a_cache(teacher, tiny_teacher, tmp_path, coding):
     out, texts = tmp_path / "cache", tmp_path / "texts.jsonl"
     keys = {"layout": "maxtext", "tokenizer": str(tiny_teacher), "teacher_name": "big", "texts": texts}
     found = import_cache([file], out, temperatures=[1.0, 2.0], **keys)
-    assert (found.documents, found.left_out, found.rest) == (3, {}, False)
+    assert (found.documents, found.noted, found.rest) == (3, {}, False)
     assert [json.loads(line)["text"] for line in texts.read_text(encoding="utf-8").splitlines()] == TEXTS
     cache = Cache(out)
-    assert cache.manifest["teacher"] == {"model": "big", "weights": "imported", "dtype": "unknown"}
-    assert cache.manifest["imported"] == {"layout": "maxtext", "values": "logits", "rest": "none"}
-    assert cache.manifest["piece_bytes"] == NOT_CUT and cache.form.k == 8 and cache.form.temperatures == T
+    assert cache.manifest.teacher.facts() == {"model": "big", "weights": "imported", "dtype": "unknown"}
+    assert dict(cache.manifest.imported) == {"layout": "maxtext", "values": "logits", "rest": "none"}
+    assert cache.manifest.piece_bytes == NOT_CUT and cache.form.k == 8 and cache.form.temperatures == T
     for text, tokens, ids, values, _ in made:
         ((document, rows),) = chosen = all_rows(cache, [text_key(text)])
         assert np.array_equal(document.tokens, tokens) and document.ends[-1] == len(text.encode())
@@ -364,7 +346,7 @@ def test_what_is_known_of_the_rest_of_logits_is_said(teacher, tiny_teacher, tmp_
     import_cache([file], tmp_path / "some", texts=tmp_path / "t.jsonl", k=8, **keys)
     convert_cache(tmp_path / "all", tmp_path / "fewer", k=8)
     convert_cache(tmp_path / "all", tmp_path / "same")
-    said = {name: Cache(tmp_path / name).manifest["imported"]["rest"] for name in ("all", "some", "fewer", "same")}
+    said = {name: Cache(tmp_path / name).manifest.imported.rest for name in ("all", "some", "fewer", "same")}
     assert said == {"all": "none", "some": "partial", "fewer": "partial", "same": "none"}
     for name, there in (("all", False), ("some", True), ("fewer", True)):
         cache = Cache(tmp_path / name)
@@ -409,7 +391,7 @@ def test_parquet_with_log_probabilities_has_its_rest(teacher, tiny_teacher, tmp_
     found = import_cache([file], tmp_path / "cache", k=12, **keys)
     assert found.documents == 3 and found.rest
     cache = Cache(tmp_path / "cache")
-    assert cache.manifest["imported"] == {"layout": "parquet", "values": "logprobs", "rest": "known"}
+    assert dict(cache.manifest.imported) == {"layout": "parquet", "values": "logprobs", "rest": "known"}
     for (text, _, ids, *_), whole in zip(made, exact, strict=True):
         got_ids, got, tail = read_top_k(all_rows(cache, [text_key(text)]), 1.0)
         assert np.array_equal(got_ids, ids[:-1, :12])
@@ -512,7 +494,7 @@ def test_what_does_not_come_back_from_its_text_is_left_out_and_counted(teacher, 
     (tmp_path / ".unfinished-t.jsonl").symlink_to(tmp_path / "outside")  # as a stranger's data may hold one
     found = import_cache([file], tmp_path / "cache", texts=tmp_path / "t.jsonl", **keys)
     assert not (tmp_path / "outside").exists() and not (tmp_path / "t.jsonl").is_symlink()
-    assert found.left_out == {"text": 1, "twice": 1} and found.documents == 4
+    assert found.noted == {"text": 1, "twice": 1} and found.documents == 4
     cache = Cache(tmp_path / "cache")
     for line in (tmp_path / "t.jsonl").read_text(encoding="utf-8").splitlines():
         ((document, _),) = all_rows(cache, [text_key(json.loads(line)["text"])])

@@ -26,14 +26,13 @@ from potstill.cache import store
 from potstill.cache.codec import pack, unpack
 from potstill.cache.document import to_bytes
 from potstill.cache.kinds import Hidden, Sampled, SignalKind, TokenLogprobs, TopK, _at_ids, share_that_differs
-from potstill.cache.manifest import signal_keys
+from potstill.cache.manifest import Manifest, new_manifest, signal_keys
 from potstill.cache.shard import open_shard
 from potstill.cache.store import (
     Cache,
     Writer,
     adopt,
     create,
-    identity_of,
     read_manifest,
     shard_names,
 )
@@ -43,13 +42,15 @@ from potstill.types import PotstillError
 
 FORM = TokenLogprobs(500)
 IDENTITY = {
-    "kind": "token_logprobs",
-    "signal": signal_keys(FORM),
     "teacher": {"model": "some-teacher", "weights": "abc", "dtype": "float32"},
     "tokenizer": "def",
     "chat": {"template": None, "kwargs": {}},
     "piece_bytes": 4096,
 }
+
+
+def identity(form: SignalKind = FORM, **changes) -> Manifest:
+    return new_manifest(Path("cache"), form, **IDENTITY | changes)
 
 
 def key_of(number: int) -> str:
@@ -78,7 +79,7 @@ def fill(folder: Path) -> None:
 
 
 def new_cache(folder: Path) -> Path:
-    create(folder, IDENTITY, fill)
+    create(folder, identity(), fill)
     return folder
 
 
@@ -201,7 +202,7 @@ def test_more_shards_than_files_a_process_may_have_open(folder):
 
 def test_the_manifest_counts_and_lists_what_is_there(three):
     folder, names = three
-    manifest = read_manifest(folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
     assert manifest["documents"] == 30 and manifest["tokens"] == sum(2 + n % 5 for n in range(30))
     assert list(manifest["shards"]) == names
     for name, entry in manifest["shards"].items():
@@ -254,14 +255,14 @@ def test_an_index_that_is_refreshed_between_finding_and_reading(three, monkeypat
     folder, _ = three
     cache = Cache(folder)
     write(folder, range(30, 60))
-    find = Cache._find
+    find = store.Index.find
 
     def meanwhile(index, keys):
         found = find(index, keys)
         cache.refresh()
         return found
 
-    monkeypatch.setattr(Cache, "_find", staticmethod(meanwhile))
+    monkeypatch.setattr(store.Index, "find", meanwhile)
     assert [number_of(read) for read in cache.documents([key_of(n) for n in range(30)])] == list(range(30))
 
 
@@ -334,7 +335,7 @@ def test_processes_that_write_at_once(folder, same):
     assert [process.exitcode for process in processes] == [0] * 4
     assert len(shard_names(folder)) == (1 if same else 4)
     assert readable(folder, range(800)) == set(range(800))
-    assert read_manifest(folder)["documents"] == 800
+    assert sum(shard.documents for shard in read_manifest(folder).shards.values()) == 800
     assert not list(folder.glob(f"{UNFINISHED}*"))
     assert verify(folder).damage == []
 
@@ -405,7 +406,7 @@ def test_verify_reports_every_damaged_shard_and_not_only_the_first(three):
 
 def test_a_flipped_byte_in_the_data_of_one_document(three):
     folder, names = three
-    shard = open_shard(folder, names[1], identity_of(read_manifest(folder)))
+    shard = open_shard(folder, names[1], read_manifest(folder).identity)
     hit = next(n for n in range(10, 20) if key_of(n) == bytes(shard.keys[4]).hex())
     damage(folder / names[1], place(folder / names[1], "data")[int(shard.offsets[4]) + 3])
     cache = Cache(folder)
@@ -478,8 +479,8 @@ def test_a_flipped_byte_in_the_index_is_reported_by_verify(three):
 @pytest.mark.parametrize(
     "change",
     [
-        {"signal": signal_keys(replace(FORM, vocabulary=400))},
-        {"signal": signal_keys(replace(FORM, temperatures=(2.0,)))},
+        {"form": replace(FORM, vocabulary=400)},
+        {"form": replace(FORM, temperatures=(2.0,))},
         {"teacher": {"model": "some-teacher", "weights": "other", "dtype": "float32"}},
         {"teacher": {"model": "some-teacher", "weights": "abc", "dtype": "bfloat16"}},
         {"tokenizer": "other"},
@@ -491,7 +492,7 @@ def test_a_flipped_byte_in_the_index_is_reported_by_verify(three):
 def test_a_shard_of_another_cache_or_a_manifest_that_was_edited(three, tmp_path, change):
     folder, _ = three
     other = tmp_path / "other"
-    create(other, {**IDENTITY, **change}, fill)
+    create(other, identity(**change), fill)
     name = write(other, range(5))
     (folder / name).write_bytes((other / name).read_bytes())
     for call in (lambda: Cache(folder), lambda: adopt(folder)):
@@ -503,7 +504,8 @@ def test_a_shard_of_another_cache_or_a_manifest_that_was_edited(three, tmp_path,
     (folder / name).unlink()
     assert readable(folder) == set(range(30))
     manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({**manifest, **change}))
+    edited = {"signal": signal_keys(change["form"])} if "form" in change else change
+    (folder / MANIFEST).write_text(json.dumps({**manifest, **edited}))
     assert "was written for another cache" in refused(lambda: Cache(folder))
     renamed = {**manifest, "teacher": {**manifest["teacher"], "model": "moved/elsewhere"}}
     (folder / MANIFEST).write_text(json.dumps(renamed))
@@ -568,7 +570,7 @@ def test_a_shard_that_was_not_listed_before_the_writer_was_killed(three):
     (folder / MANIFEST).write_text(json.dumps(manifest))
     assert readable(folder) == set(range(30))
     assert adopt(folder) == (0, [])
-    listed = read_manifest(folder)
+    listed = json.loads((folder / MANIFEST).read_text())
     assert set(listed["shards"]) == set(names) and listed["documents"] == 30
     assert adopt(folder) == (0, [])
 
@@ -648,8 +650,8 @@ def test_a_folder_that_is_no_cache(tmp_path):
             {"model": "x", "weights": "abc", "dtype": "bfloat16"},
             "another teacher (dtype float32, now bfloat16)",
         ),
-        ("kind", "top_k", "another kind (token_logprobs, now top_k)"),
-        ("signal", signal_keys(replace(FORM, vocabulary=501)), "another signal (vocabulary 500, now 501)"),
+        ("form", TopK(500, k=1), "another kind (token_logprobs, now top_k)"),
+        ("form", replace(FORM, vocabulary=501), "another signal (vocabulary 500, now 501)"),
         ("tokenizer", "other", "another tokenizer (def, now other)"),
         ("chat", {"template": "x", "kwargs": {}}, "another chat (template null, now x)"),
         ("piece_bytes", 10, "another piece bytes (4096, now 10): choose another folder, or its settings"),
@@ -658,22 +660,22 @@ def test_a_folder_that_is_no_cache(tmp_path):
 def test_a_cache_of_another_teacher_or_text_is_not_added_to(three, key, value, says):
     folder, _ = three
     before = (folder / MANIFEST).read_text()
-    message = refused(lambda: create(folder, {**IDENTITY, key: value}, fill))
+    message = refused(lambda: create(folder, identity(**{key: value}), fill))
     assert f"{folder} is a cache with " in message and says in message
     assert (folder / MANIFEST).read_text() == before
 
 
 def test_the_same_teacher_under_another_name_is_the_same(three):
     folder, _ = three
-    create(folder, {**IDENTITY, "teacher": {**IDENTITY["teacher"], "model": "moved/elsewhere"}}, fill)
-    assert read_manifest(folder)["teacher"]["model"] == "some-teacher"
+    create(folder, identity(teacher={**IDENTITY["teacher"], "model": "moved/elsewhere"}), fill)
+    assert read_manifest(folder).teacher.model == "some-teacher"
 
 
 def test_an_empty_cache_is_made_anew_with_other_settings(folder):
     """A command that failed before its first document leaves one: its settings must not bind the command that is right."""
     (folder / "tokenizer" / "tokenizer.json").write_text("[]")
-    create(folder, {**IDENTITY, "piece_bytes": 10}, fill)
-    assert read_manifest(folder)["piece_bytes"] == 10 and verify(folder).damage == []
+    create(folder, identity(piece_bytes=10), fill)
+    assert read_manifest(folder).piece_bytes == 10 and verify(folder).damage == []
     assert not list(folder.glob(f"{UNFINISHED}*"))
     write(folder, range(3))
     assert readable(folder) == {0, 1, 2}
@@ -682,14 +684,14 @@ def test_an_empty_cache_is_made_anew_with_other_settings(folder):
 
 def test_an_empty_cache_is_not_made_anew_while_somebody_fills_it(folder):
     """Until its first shard a build looks as if it had failed. Who has the same settings shares it."""
-    builder = create(folder, IDENTITY, fill)
+    builder = create(folder, identity(), fill)
     beside = folder / f"{UNFINISHED}123-shard"
     beside.write_bytes(b"")
-    assert refused(lambda: create(folder, {**IDENTITY, "piece_bytes": 10}, fill)) == (
+    assert refused(lambda: create(folder, identity(piece_bytes=10), fill)) == (
         f"another process is building {folder}, with another piece bytes (4096, now 10): wait for it, or choose another "
         "folder"
     )
-    second = create(folder, IDENTITY, fill)
+    second = create(folder, identity(), fill)
     assert beside.exists(), "it may be a live writer's"
     for writer, number in ((builder, 1), (second, 2)):
         writer.add(key_of(number), *document(number))
@@ -709,7 +711,7 @@ def test_a_manifest_that_is_changed_under_a_writer(folder):
 
 def hold(folder: Path, ready) -> None:
     """Build, until it is killed."""
-    writer = create(folder, IDENTITY, fill)
+    writer = create(folder, identity(), fill)
     (folder / f"{UNFINISHED}1-shard").write_bytes(b"half")
     ready.release()
     time.sleep(600)
@@ -722,21 +724,21 @@ def test_a_killed_process_holds_nothing_and_what_it_left_is_removed(tmp_path):
     process = context.Process(target=hold, args=(folder, ready))
     process.start()
     ready.acquire()
-    other = {**IDENTITY, "piece_bytes": 10}
+    other = identity(piece_bytes=10)
     assert f"another process is building {folder}" in refused(lambda: create(folder, other, fill))
     new_cache(folder)
     assert (folder / f"{UNFINISHED}1-shard").exists()
     process.kill()
     process.join()
     create(folder, other, fill)
-    assert read_manifest(folder)["piece_bytes"] == 10 and not list(folder.glob(f"{UNFINISHED}*"))
+    assert read_manifest(folder).piece_bytes == 10 and not list(folder.glob(f"{UNFINISHED}*"))
 
 
 def test_a_shard_that_a_killed_writer_did_not_list_is_content(three):
     folder, _ = three
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps({**manifest, "shards": {}}))
-    assert "another piece bytes" in refused(lambda: create(folder, {**IDENTITY, "piece_bytes": 10}, fill))
+    assert "another piece bytes" in refused(lambda: create(folder, identity(piece_bytes=10), fill))
 
 
 def test_a_file_in_place_of_a_cache(tmp_path):
@@ -754,9 +756,9 @@ def test_a_creation_that_was_killed_half_way(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     folder = tmp_path / "cache"
-    monkeypatch.setattr(store, "_write_manifest", killed)
+    monkeypatch.setattr(Manifest, "write", killed)
     with pytest.raises(KeyboardInterrupt):
-        create(folder, IDENTITY, fill)
+        create(folder, identity(), fill)
     monkeypatch.undo()
     assert (folder / "tokenizer").exists() and not (folder / MANIFEST).exists()
     new_cache(folder)
@@ -788,7 +790,7 @@ def test_a_document_with_an_id_beyond_the_vocabulary(folder):
 
 def one_document(folder: Path, form: SignalKind, predicted, signal) -> list[str]:
     """What verify says of a cache with one document of three tokens, without the names."""
-    create(folder, {**IDENTITY, "kind": form.kind, "signal": signal_keys(form)}, fill)
+    create(folder, identity(form), fill)
     writer = Writer(folder)
     streams = form.encode({name: np.asarray(value) for name, value in signal.items()})
     writer.add(key_of(0), 3, to_bytes(form, np.arange(3), np.arange(3), np.array(predicted), streams))
@@ -857,7 +859,7 @@ def test_verify_compares_values_id_by_id():
 @pytest.mark.parametrize("draw", [505, 7], ids=["beyond the vocabulary", "an entry"])
 def test_draws_from_the_rest_that_cannot_be(tmp_path, draw):
     form = TopK(500, k=2, tail_samples=3)
-    create(tmp_path / "cache", {**IDENTITY, "kind": "top_k", "signal": signal_keys(form)}, fill)
+    create(tmp_path / "cache", identity(form), fill)
     signal = {
         "ids": np.array([[7, 8]]),
         "logprobs": np.log([[0.5, 0.25]]),
@@ -929,7 +931,7 @@ def test_a_disk_that_is_full_before_there_is_a_cache(small_disk):
     def library(folder: Path) -> None:
         raise Exception("I/O error of a kind of its own")
 
-    message = refused(lambda: create(small_disk / "cache", IDENTITY, library))
+    message = refused(lambda: create(small_disk / "cache", identity(), library))
     assert message == (
         f"could not write {small_disk}/cache: No space left on device; what was there before is untouched"
     )
@@ -937,4 +939,4 @@ def test_a_disk_that_is_full_before_there_is_a_cache(small_disk):
     write(new_cache(small_disk / "cache"), range(3))
     assert readable(small_disk / "cache") == {0, 1, 2}
     with pytest.raises(Exception, match="of a kind of its own"):  # with room on the disk it is something else
-        create(small_disk / "another", IDENTITY, library)
+        create(small_disk / "another", identity(), library)

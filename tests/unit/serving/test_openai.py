@@ -295,7 +295,12 @@ def test_a_cache_from_such_a_server(teacher, data, tmp_path):
     build(teacher, StoreConfig(k=16), data, tmp_path / "live", name="tiny")
     ours, theirs = Cache(tmp_path / "c"), Cache(tmp_path / "live")
     assert built.documents == len(ours) == len(theirs) > 10
-    assert ours.manifest["teacher"] == {"model": "tiny", "revision": None, "weights": "served tiny", "dtype": "unknown"}
+    assert dict(ours.manifest.teacher) == {
+        "model": "tiny",
+        "revision": None,
+        "weights": "served tiny",
+        "dtype": "unknown",
+    }
     same = [np.array_equal(ours.document(i).arrays["ids"], theirs.document(i).arrays["ids"]) for i in range(len(ours))]
     assert np.mean(same) > 0.8  # two equal logits may change places
 

@@ -805,9 +805,9 @@ def test_what_waits_is_written_in_time_though_nothing_is_added(teacher, tiny_tea
     writer = found.source.documents._writer
     found.prepare(batch)
     assert writer.writer.waiting and len(Cache(tmp_path / "cache")) == 0
-    writer._shard_seconds = 0.0
+    writer.writer.shard_seconds = 0.0
     assert found.prepare(batch).plan is not None
-    writer._tending.result()
+    writer._flushing.result()
     assert not writer.writer.waiting and len(Cache(tmp_path / "cache")) == len({e.key for e in batch.examples})
     found.close()
 
@@ -818,7 +818,7 @@ def test_a_disk_that_fills_while_the_cache_is_only_read_is_told(tiny_teacher, st
     batch = batches_of(data, student)[0]
     found.targets(batch, None)
     writer = found.source.documents._writer
-    writer._shard_seconds = 0.0
+    writer.writer.shard_seconds = 0.0
 
     def full(_):
         raise PotstillError("could not write")
@@ -827,7 +827,7 @@ def test_a_disk_that_fills_while_the_cache_is_only_read_is_told(tiny_teacher, st
         patch.setattr(Writer, "flush", full)
         found.prepare(batch)
         with suppress(PotstillError):
-            writer._tending.result()
+            writer._flushing.result()
         with pytest.raises(PotstillError, match="could not write"):
             found.prepare(batch)
     found.close()
@@ -907,7 +907,7 @@ def test_threads_that_read_while_the_cache_grows(teacher, tiny_teacher, student,
     try:
         for batch in batches:
             found.targets(batch, None)
-            found.source.documents._writer._worker.submit(found.source.documents._writer._flush).result()
+            found.source.documents._writer._worker.submit(found.source.documents._writer.writer.flush).result()
     finally:
         done.set()
         thread.join()
