@@ -34,7 +34,7 @@ from potstill.data import collate
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_teacher
 from potstill.teachers.same_tokenizer import SameTokenizerView
-from potstill.teachers.stored import StoredSignal
+from potstill.teachers.stored import CachedSignal
 from potstill.teachers.teacher import Teacher
 from potstill.types import Batch, Example
 
@@ -335,7 +335,7 @@ def reading(kind: str) -> Callable[[Any, Path], dict[str, Any]]:
         found: dict[str, Any] = {"index_tokens": index_tokens, "stored_tokens": stored, "document_tokens": DOCUMENT}
         cache = with_keys(Cache(folder), index_tokens // DOCUMENT)
         found["bytes"] = cache.size
-        teacher = Teacher(StoredSignal(CacheReader(cache), form.vocabulary), SameTokenizerView(), "synthetic")
+        teacher = Teacher(CachedSignal(CacheReader(cache), form.vocabulary), SameTokenizerView(), "synthetic")
         random = np.random.default_rng(2)
         count = 512 if options.quick else 2048
         by_place = np.lexsort((cache._index.numbers, cache._index.shards))
@@ -343,7 +343,7 @@ def reading(kind: str) -> Callable[[Any, Path], dict[str, Any]]:
         orders = {"sequential": by_place[start : start + count], "random": random.permutation(len(cache))[:count]}
         asked = {name: student_examples(cache, places) for name, places in orders.items()}
 
-        def read(teacher: Teacher[StoredSignal], examples: list[Example]) -> dict[str, float]:
+        def read(teacher: Teacher[CachedSignal], examples: list[Example]) -> dict[str, float]:
             with Clock() as clock:
                 for begin in range(0, len(examples), 8):
                     teacher.prepare(SimpleNamespace(examples=examples[begin : begin + 8]))  # type: ignore[arg-type]
@@ -370,7 +370,7 @@ def _from_disk(form: SignalKind, folder: Path, orders: Any, asked: Any, document
         gc.collect()
         forget(folder)
         cache = with_keys(Cache(folder), documents)
-        teacher = Teacher(StoredSignal(CacheReader(cache), form.vocabulary), SameTokenizerView(), "synthetic")
+        teacher = Teacher(CachedSignal(CacheReader(cache), form.vocabulary), SameTokenizerView(), "synthetic")
         with Clock() as clock:
             for begin in range(0, len(asked[name]), 8):
                 teacher.prepare(SimpleNamespace(examples=asked[name][begin : begin + 8]))  # type: ignore[arg-type]

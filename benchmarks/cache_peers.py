@@ -27,7 +27,7 @@ from potstill.cache.store import Cache
 from potstill.config import StoreConfig
 from potstill.losses.dense import target_logits
 from potstill.teachers.same_tokenizer import SameTokenizerView
-from potstill.teachers.stored import StoredSignal
+from potstill.teachers.stored import CachedSignal
 from potstill.teachers.teacher import Teacher
 from potstill.types import Example
 
@@ -185,7 +185,7 @@ def _read_parquet(path: Path, k: int) -> int:
 
 
 def _read_cache(cache: Cache, examples: list[Example]) -> int:
-    teacher, rows = Teacher(StoredSignal(CacheReader(cache), cache.form.vocabulary), SameTokenizerView(), "cache"), 0
+    teacher, rows = Teacher(CachedSignal(CacheReader(cache), cache.form.vocabulary), SameTokenizerView(), "cache"), 0
     for begin in range(0, len(examples), 8):
         made = teacher.prepare(SimpleNamespace(examples=examples[begin : begin + 8]))  # type: ignore[arg-type]
         target: Any = made.signals[0].target

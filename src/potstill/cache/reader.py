@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import safetensors
@@ -15,7 +14,6 @@ import torch
 
 from potstill.cache.build import BATCH_TOKENS, CacheWriter
 from potstill.cache.document import Document, blank, from_bytes
-from potstill.cache.kinds import SignalKind
 from potstill.cache.manifest import HEAD, part, tokenizer_of
 from potstill.cache.origin import read_head
 from potstill.cache.store import Cache
@@ -23,36 +21,6 @@ from potstill.cache.verify import coverage
 from potstill.config import DataConfig
 from potstill.models import load_tokenizer
 from potstill.types import Batch, Example, Head, PotstillError
-
-
-class DocumentSource(Protocol):
-    """Where documents with a teacher's signal come from: a cache, or a server (teachers.remote.ScoredDocuments)."""
-
-    form: SignalKind
-    ahead: int  # as the Teacher's
-    fixed: bool
-
-    def missing(self, batch: Batch) -> Sequence[int]:
-        """Examples that it has not, and that are to be left out."""
-        ...
-
-    def check_there(self, examples: Sequence[Example]) -> None:
-        """An error where it is fixed and lacks one of them."""
-        ...
-
-    def documents(self, examples: Sequence[Example]) -> Sequence[Document] | None:
-        """What the teacher says about them, on another thread; None: some of it is to be computed first, on the device."""
-        ...
-
-    def compute(self, examples: Sequence[Example]) -> None:
-        """What `documents` did not find."""
-        ...
-
-    def head(self, device: torch.device, width: int) -> Head:
-        """The teacher's own, over so many ids; of kind hidden."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class CacheReader:

@@ -20,10 +20,10 @@ from potstill.data import without
 from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.evals.on_policy import OnPolicyEval
 from potstill.models import LanguageModel, difference
-from potstill.teachers.open import TeacherSet
-from potstill.teachers.remote import RemoteOrigin, open_remote
+from potstill.teachers.open import Opening, TeacherSet, open_served
+from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.same_tokenizer import SameTokenizerView
-from potstill.teachers.stored import StoredSignal, check_cache
+from potstill.teachers.stored import CachedSignal, check_cache
 from potstill.teachers.teacher import Teacher
 from potstill.types import Batch, PotstillError
 from potstill.types import Teacher as AnyTeacher
@@ -130,8 +130,8 @@ def behind_server(
         )
     kind = "hidden" if origin.server.whole and (exact or config.remote.kind != "top_k") else "top_k"
     asked = config.model_copy(update={"remote": config.remote.model_copy(update={"kind": kind})})
-    teacher = open_remote(asked, origin, student, data, LossConfig(), where, other=False)
-    return Reference(teacher, away=True)
+    opening = Opening(asked, student, data, LossConfig(), student.model.device, where)
+    return Reference(open_served(opening, origin).teacher, away=True)
 
 
 def in_cache(
@@ -148,7 +148,7 @@ def in_cache(
     cache = Cache(folder)
     data = as_cached(data, cache.manifest)
     check(Combination().stored(cache.form.kind, cache.form.temperatures), where, where)
-    source = StoredSignal(CacheReader(cache, skip_missing=True), check_cache(cache, student, data, where), 1.0)
+    source = CachedSignal(CacheReader(cache, skip_missing=True), check_cache(cache, student, data, where), 1.0)
     teacher = Teacher(source, SameTokenizerView(), str(folder))
     batches: list[Batch] = []
     examples = missing = 0

@@ -19,14 +19,14 @@ from potstill.config import DataConfig, LossConfig, TeacherConfig
 from potstill.config.compatibility import Combination, check
 from potstill.config.sections import fixed_value
 from potstill.files import MANIFEST
-from potstill.models import LanguageModel, difference, load_teacher, load_tokenizer, shared_ids
+from potstill.models import LanguageModel, difference, load_teacher, load_tokenizer, same_tokenizer, shared_ids
 from potstill.teachers.cross_tokenizer import cross_tokenizer_view
 from potstill.teachers.live import LiveModel, live_teacher
 from potstill.teachers.protocols import SignalSource, TokenizerView
 from potstill.teachers.reading import TeacherReader
-from potstill.teachers.remote import RemoteOrigin, open_remote, open_server
+from potstill.teachers.remote import RemoteOrigin, ServedSignal, StudentTopK, open_server, server_form
 from potstill.teachers.same_tokenizer import SameTokenizerView
-from potstill.teachers.stored import StoredSignal, check_cache, check_pieces
+from potstill.teachers.stored import CachedSignal, check_cache, check_pieces
 from potstill.teachers.teacher import Teacher
 from potstill.types import PotstillError
 
@@ -70,6 +70,10 @@ class Opening:
     def teacher(self, source: SignalSource, view: TokenizerView) -> Teacher[SignalSource]:
         return Teacher(source, view, self.config.name, self.config.weight, self.config.filter)
 
+    def cross_view(self, tokenizer: Any, vocabulary: int) -> tuple[TokenizerView, int]:
+        cross_tokenizer = self.config.cross_tokenizer
+        return cross_tokenizer_view(self.student, tokenizer, vocabulary, cross_tokenizer, self.temperature)
+
     def reader(self, tokenizer: Any, positions: int | None) -> TeacherReader:
         return TeacherReader(tokenizer, positions, chat_kwargs(self.data), self.config.context_column)
 
@@ -89,21 +93,34 @@ def open_model(opening: Opening) -> Opened:
     if reason is None and config.context_column is None:
         source = LiveModel(model, shared_ids(student, model, opening.where))
         return Opened(opening.teacher(source, SameTokenizerView()), model)
-    view, width = cross_tokenizer_view(
-        student, model.tokenizer, model.vocabulary, config.cross_tokenizer, opening.temperature
-    )
+    view, width = opening.cross_view(model.tokenizer, model.vocabulary)
     source = LiveModel(model, width, opening.reader(model.tokenizer, model.positions))
     return Opened(opening.teacher(source, view), model, reason)
 
 
-def open_served(opening: Opening) -> Opened:
-    config, student = opening.config, opening.student
-    origin = open_server(config, opening.where)
+def open_served(opening: Opening, origin: RemoteOrigin | None = None) -> Opened:
+    """`origin`: the server, where it is open already."""
+    config, student, temperature = opening.config, opening.student, opening.temperature
+    origin = origin or open_server(config, opening.where)
     reason = difference(student.tokenizer, origin.tokenizer)
     opening.check(reason)
-    other = reason is not None or config.context_column is not None
-    teacher = open_remote(config, origin, student, opening.data, opening.loss, opening.where, other=other)
-    return Opened(teacher, origin, reason)
+    if reason is not None or config.context_column is not None:
+        form = server_form(config, origin, origin.server.vocabulary, 1.0, opening.where)
+        view, width = opening.cross_view(origin.tokenizer, form.vocabulary)
+        reader = opening.reader(origin.tokenizer, origin.positions)
+        source: SignalSource = ServedSignal(origin, form, width, temperature, reader)
+        return Opened(opening.teacher(source, view), origin, reason)
+    if origin.positions is not None and opening.data.max_length > origin.positions:
+        raise PotstillError(
+            f"data.max_length is {opening.data.max_length} and the teacher at {config.server} reads {origin.positions} "
+            f"tokens: set data.max_length to {origin.positions} or less"
+        )
+    width = same_tokenizer(student.tokenizer, origin.tokenizer, opening.where)
+    width = min(width, student.vocabulary, origin.server.vocabulary)
+    form = server_form(config, origin, width, temperature, opening.where)
+    of_student = config.remote.kind == "student_top_k"
+    source = StudentTopK(origin, student, form) if of_student else ServedSignal(origin, form, width, temperature)
+    return Opened(opening.teacher(source, SameTokenizerView(logprobs_only=opening.loss.policy_gradient)), origin)
 
 
 def open_cached(opening: Opening) -> Opened:
@@ -124,16 +141,14 @@ def open_cached(opening: Opening) -> Opened:
             as_read = opening.reader(tokenizer, origin.positions).as_read
         writer = CacheWriter(origin, config.store, folder, data=opening.data)
     cache, skip = Cache(folder), config.on_missing == "skip"
-    documents = CacheReader(cache, skip_missing=skip, writer=writer, data=opening.data, as_read=as_read)
+    reader = CacheReader(cache, skip_missing=skip, writer=writer, data=opening.data, as_read=as_read)
     if reason is None:
         width = check_cache(cache, student, opening.data, where)
         view: TokenizerView = SameTokenizerView(logprobs_only=opening.loss.policy_gradient)
     else:
         check_pieces(cache, opening.data, where)
-        view, width = cross_tokenizer_view(
-            student, tokenizer, cache.form.vocabulary, config.cross_tokenizer, opening.temperature
-        )
-    return Opened(opening.teacher(StoredSignal(documents, width, opening.temperature), view), computes, reason)
+        view, width = opening.cross_view(tokenizer, cache.form.vocabulary)
+    return Opened(opening.teacher(CachedSignal(reader, width, opening.temperature), view), computes, reason)
 
 
 def _cached_tokenizer(folder: Path, where: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,19 +13,13 @@ from potstill.cache import kinds
 from potstill.cache.document import Document, exact
 from potstill.cache.kinds import Signal as Arrays
 from potstill.cache.kinds import SignalKind
-from potstill.cache.reading import chat_kwargs
-from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
-from potstill.config.sections import fixed_value
-from potstill.models import LanguageModel, evaluating, same_tokenizer
+from potstill.config import StoreConfig, TeacherConfig
+from potstill.models import LanguageModel, evaluating
 from potstill.serving.client import PotstillServer, potstill_version
 from potstill.serving.http import Connection
 from potstill.serving.openai import OpenAIServer
-from potstill.teachers.cross_tokenizer import cross_tokenizer_view
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
-from potstill.teachers.reading import TeacherReader
-from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.stored import StoredSignal
-from potstill.teachers.teacher import Teacher
 from potstill.types import Batch, Example, Head, PotstillError, TopKTarget
 
 Given = Sequence[npt.NDArray[np.int32]]
@@ -108,46 +101,39 @@ def _groups(examples: Sequence[Example], request_tokens: int) -> Iterator[list[i
         yield group
 
 
-class ScoredDocuments:
-    """Documents as a server scores them now. `read`: how the teacher reads examples; None: in the student's own tokens."""
-
-    fixed = False
+class ServedSignal(StoredSignal):
+    """Documents as a server scores them now. `reader`: gives examples in the teacher's tokens; None: it reads the student's."""
 
     def __init__(
-        self, origin: RemoteOrigin, form: SignalKind, read: Callable[[Sequence[Example]], list[Example]] | None = None
+        self,
+        origin: RemoteOrigin,
+        form: SignalKind,
+        width: int,
+        temperature: float = 1.0,
+        reader: Callable[[Sequence[Example]], list[Example]] | None = None,
     ) -> None:
-        self.form = form
-        self.ahead = origin.at_once
-        self._origin = origin
-        self._read = read
+        super().__init__(form, width, temperature)
+        self.origin, self.ahead, self._reader = origin, origin.at_once, reader
 
-    def missing(self, batch: Batch) -> Sequence[int]:
-        return ()
-
-    def check_there(self, examples: Sequence[Example]) -> None:
-        """Nothing is missing."""
-
-    def documents(self, examples: Sequence[Example]) -> list[Document]:
-        read = list(examples) if self._read is None else self._read(examples)
+    def documents(self, batch: Batch, compute: bool) -> list[Document]:
+        examples = batch.examples
+        read = examples if self._reader is None else self._reader(examples)
         # A document that was left out of the batch is not to be asked about either.
         both = enumerate(zip(examples, read, strict=True))
         there = [i for i, (own, theirs) in both if own.supervised.any() and theirs.supervised.any()]
         found: list[Arrays] = [self.form.no_rows()] * len(read)
-        for i, signal in zip(there, self._origin.score(self.form, [read[i] for i in there])(), strict=True):
+        for i, signal in zip(there, self.origin.score(self.form, [read[i] for i in there])(), strict=True):
             found[i] = signal
         return [exact(self.form, e, signal) for e, signal in zip(read, found, strict=True)]
 
-    def compute(self, examples: Sequence[Example]) -> None:
-        """Nothing is left to do: `documents` waits for the server."""
-
-    def head(self, device: torch.device, width: int) -> Head:
-        heads = self._origin.heads
-        if (device, width) not in heads:
-            heads[device, width] = self._origin.head(width).to(device)
-        return heads[device, width]
+    def head(self, device: torch.device) -> Head:
+        key, heads = (device, self.width), self.origin.heads
+        if key not in heads:
+            heads[key] = self.origin.head(self.width).to(device)
+        return heads[key]
 
     def close(self) -> None:
-        self._origin.close()
+        self.origin.close()
 
 
 class StudentTopK(SignalSource):
@@ -182,56 +168,19 @@ class StudentTopK(SignalSource):
         self._origin.close()
 
 
-def open_remote(
-    config: TeacherConfig,
-    origin: RemoteOrigin,
-    student: LanguageModel,
-    data: DataConfig,
-    loss: LossConfig,
-    where: str,
-    *,
-    other: bool,
-) -> Teacher[SignalSource]:
-    """`other`: its tokenizer is not the student's, or it reads a prompt of its own."""
-    name, temperature = (config.name, config.weight, config.filter), fixed_value(loss.temperature) or 1.0
-    source: SignalSource
-    if other:
-        form = _form(config, origin, None, 1.0)
-        view, width = cross_tokenizer_view(
-            student, origin.tokenizer, form.vocabulary, config.cross_tokenizer, temperature
-        )
-        read = TeacherReader(origin.tokenizer, origin.positions, chat_kwargs(data), config.context_column)
-        return Teacher(StoredSignal(ScoredDocuments(origin, form, read), width, temperature), view, *name)
-    width = same_tokenizer(student.tokenizer, origin.tokenizer, where)
-    width = min(width, student.vocabulary, origin.server.vocabulary)
-    if origin.positions is not None and data.max_length > origin.positions:
-        raise PotstillError(
-            f"data.max_length is {data.max_length} and the teacher at {config.server} reads {origin.positions} tokens: set "
-            f"data.max_length to {origin.positions} or less"
-        )
-    if config.remote.kind == "student_top_k":
-        if not origin.server.whole:
+def server_form(config: TeacherConfig, origin: RemoteOrigin, width: int, temperature: float, where: str) -> SignalKind:
+    """What the server is asked for, over its first `width` ids."""
+    remote, whole = config.remote, origin.server.whole
+    k = min(remote.k, width)
+    if remote.kind == "student_top_k":
+        if not whole:
             raise PotstillError(
                 f"{where}.remote.kind: only `potstill serve` can be asked about given tokens: use top_k"
             )
-        form = kinds.Given(width, k=min(config.remote.k, width), temperatures=(temperature,))
-        source = StudentTopK(origin, student, form)
-    else:
-        form = _form(config, origin, width, temperature)
-        source = StoredSignal(ScoredDocuments(origin, form), width, temperature)
-    return Teacher(source, SameTokenizerView(logprobs_only=loss.policy_gradient), *name)
-
-
-def _form(config: TeacherConfig, origin: RemoteOrigin, width: int | None, temperature: float) -> SignalKind:
-    """What the server is asked for, over the ids that the student has too."""
-    remote = config.remote
-    settings: dict[str, Any] = {"kind": remote.kind}
-    if remote.kind == "top_k":
-        settings |= {"k": min(remote.k, width or origin.server.vocabulary), "temperatures": [temperature]}
-    form = origin.format(StoreConfig.model_validate(settings))
-    if width is None or form.vocabulary == width:
-        return form
-    if not origin.server.whole and form.kind != "hidden":
+        return kinds.Given(width, k=k, temperatures=(temperature,))
+    settings = {"k": k, "temperatures": [temperature]} if remote.kind == "top_k" else {}
+    form = origin.format(StoreConfig.model_validate({"kind": remote.kind, **settings}))
+    if form.vocabulary != width and not whole and form.kind != "hidden":
         raise PotstillError(
             f"the probabilities of {config.server} are over {form.vocabulary} ids and the student's tokenizer has {width}: "
             "take the teacher's tokenizer for the student (student.tokenizer)"

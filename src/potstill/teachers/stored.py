@@ -1,7 +1,8 @@
-"""Documents that a teacher's signal is stored with, in a cache or as a server has just answered, as a source of signal."""
+"""Documents that come with a teacher's signal, from a cache or as a server has just answered, as sources of signal."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,38 +10,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potstill.cache.document import SignalRows
-from potstill.cache.kinds import Hidden
+from potstill.cache.document import Document, SignalRows
+from potstill.cache.kinds import Hidden, SignalKind
 from potstill.cache.manifest import tokenizer_of
-from potstill.cache.reader import DocumentSource
+from potstill.cache.reader import CacheReader
 from potstill.cache.reading import chat_kwargs, template_fingerprint
 from potstill.cache.store import Cache
 from potstill.config import DataConfig
 from potstill.models import load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
-from potstill.types import Batch, Example, HiddenTarget, PotstillError, SampledTarget, TopKTarget
+from potstill.types import Batch, Example, Head, HiddenTarget, PotstillError, SampledTarget, TopKTarget
 
 
 class StoredSignal(SignalSource):
-    """Reads what a teacher once said, or has just said. The host thread decodes it; the device gets it, and the head."""
+    """Documents that come with their signal. The prefetch thread decodes it; the device gets it, and the head."""
 
-    def __init__(self, documents: DocumentSource, width: int, temperature: float = 1.0) -> None:
-        self.documents, self.ahead, self.fixed = documents, documents.ahead, documents.fixed
-        self._width = width  # ids that the student shares, or all of the teacher's
-        self._temperature = temperature
+    def __init__(self, form: SignalKind, width: int, temperature: float = 1.0) -> None:
+        self.form, self.width, self.temperature = form, width, temperature
 
-    def missing(self, batch: Batch) -> Sequence[int]:
-        return self.documents.missing(batch)
+    @abstractmethod
+    def documents(self, batch: Batch, compute: bool) -> Sequence[Document] | None:
+        """As `read`."""
 
-    def check_there(self, examples: Sequence[Example]) -> None:
-        self.documents.check_there(examples)
+    @abstractmethod
+    def head(self, device: torch.device) -> Head:
+        """The head that goes with hidden states, over `width` ids."""
 
     def read(self, batch: Batch, compute: bool) -> Reading | None:
-        found = self.documents.documents(batch.examples)
-        if found is None and compute:
-            self.documents.compute(batch.examples)
-            found = self.documents.documents(batch.examples)
+        found = self.documents(batch, compute)
         if found is None:
             return None
         return Reading([d.as_read(e) for d, e in zip(found, batch.examples, strict=True)], documents=found)
@@ -55,7 +53,7 @@ class StoredSignal(SignalSource):
         logprobs = torch.from_numpy(rows["token_logprobs"]) if asked.token_logprobs else None
         if not asked.distribution:
             return Signal(token_logprobs=logprobs)
-        target = form.target(rows, self._temperature, self._width)
+        target = form.target(rows, self.temperature, self.width)
         assert isinstance(target, TopKTarget | SampledTarget)
         return Signal(target, logprobs)
 
@@ -67,12 +65,36 @@ class StoredSignal(SignalSource):
 
         if all(signal.hidden is None for signal in host):
             return [Signal(None if s.target is None else s.target.to(device), moved(s.token_logprobs)) for s in host]
-        head = self.documents.head(device, self._width)
+        head = self.head(device)
         hidden = (moved(signal.hidden) for signal in host)
         return [Signal(HiddenTarget(part, head)) for part in hidden if part is not None]
 
+
+class CachedSignal(StoredSignal):
+    """A cache, alone or in front of what computes its missing documents."""
+
+    def __init__(self, reader: CacheReader, width: int, temperature: float = 1.0) -> None:
+        super().__init__(reader.form, width, temperature)
+        self.reader, self.ahead, self.fixed = reader, reader.ahead, reader.fixed
+
+    def missing(self, batch: Batch) -> Sequence[int]:
+        return self.reader.missing(batch)
+
+    def check_there(self, examples: Sequence[Example]) -> None:
+        self.reader.check_there(examples)
+
+    def documents(self, batch: Batch, compute: bool) -> Sequence[Document] | None:
+        found = self.reader.documents(batch.examples)
+        if found is None and compute:
+            self.reader.compute(batch.examples)
+            found = self.reader.documents(batch.examples)
+        return found
+
+    def head(self, device: torch.device) -> Head:
+        return self.reader.head(device, self.width)
+
     def close(self) -> None:
-        self.documents.close()
+        self.reader.close()
 
 
 def _chosen(reading: Reading, asked: Asked) -> SignalRows:
@@ -95,8 +117,7 @@ def check_cache(cache: Cache, student: LanguageModel, data: DataConfig, where: s
     width = min(same_tokenizer(student.tokenizer, tokenizer, where), student.vocabulary)
     if width < cache.form.vocabulary and cache.form.kind != "hidden":
         raise PotstillError(
-            f"{where}: the cache's probabilities are over {cache.form.vocabulary} ids and the student's tokenizer has "
-            f"{width}: "
+            f"{where}: the cache's probabilities are over {cache.form.vocabulary} ids and the student's tokenizer has {width}: "
             "take the teacher's tokenizer for the student (student.tokenizer), or a cache of kind hidden"
         )
     _check_rendering(cache, student, tokenizer, data, where)
@@ -109,8 +130,7 @@ def _check_rendering(cache: Cache, student: LanguageModel, tokenizer: Any, data:
     if data.append_eos and ours not in (None, theirs) and any(not source.messages for source in data.sources):
         raise PotstillError(
             f"{where}: the cache's documents end with {theirs!r} and the student's with {ours!r}: take the teacher's "
-            "tokenizer "
-            "for the student (student.tokenizer), or set data.append_eos to false"
+            "tokenizer for the student (student.tokenizer), or set data.append_eos to false"
         )
     chats = any(source.messages for source in data.sources)
     if chats and template_fingerprint(student.tokenizer) != cache.manifest.chat.template:

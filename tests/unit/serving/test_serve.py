@@ -758,7 +758,7 @@ def test_a_run_that_ends_does_not_wait_for_its_server(honest, student, data):
         (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(found.prepare, batches_of(data, student)[0])
-            while not found.source.documents._origin.server.connection.failures:
+            while not found.source.origin.server.connection.failures:
                 time.sleep(0.01)
             found.close()
             with pytest.raises(PotstillError, match="the run has ended"):

@@ -21,7 +21,7 @@ from potstill.losses import DIVERGENCES
 from potstill.models import LanguageModel, load_student, load_teacher
 from potstill.teachers.live import LiveModel
 from potstill.teachers.open import open_teachers
-from potstill.teachers.stored import StoredSignal
+from potstill.teachers.stored import CachedSignal
 from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks
 from potstill.training.logging import TextWarnings
 from potstill.types import Example, PotstillError
@@ -64,7 +64,7 @@ def opened(student: LanguageModel, data: DataConfig, config: dict[str, Any], **l
 def both(teacher, student, data, cache, across, **loss):
     live = opened(student, data, {"model": teacher.model.name_or_path, "cross_tokenizer": across}, **loss)
     cached = opened(student, data, {"cache": str(cache), "cross_tokenizer": across}, **loss)
-    assert isinstance(live.source, LiveModel) and isinstance(cached.source, StoredSignal)
+    assert isinstance(live.source, LiveModel) and isinstance(cached.source, CachedSignal)
     return live, cached
 
 

@@ -146,7 +146,7 @@ def test_a_smaller_vocabulary_of_the_students_is_the_one_asked_about(data, tmp_p
     with Threaded(application(service)) as server:
         config = TeacherConfig.model_validate({"server": server.address, "remote": {"k": 16}})
         (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
-        assert found.source.documents.form.vocabulary == len(student.tokenizer) == len(loaded.tokenizer) - 2
+        assert found.source.form.vocabulary == len(student.tokenizer) == len(loaded.tokenizer) - 2
         live = live_of(loaded, student)
         (target,), by_hand = targets_of(found, batches), exact_top_k(live.targets(batches[0]), 16, 1.0)
         assert torch.equal(target.ids, by_hand.ids)

@@ -36,7 +36,7 @@ from potstill.models import LanguageModel, load_teacher, shared_ids
 from potstill.teachers.live import LiveModel, live_teacher
 from potstill.teachers.open import as_teachers_need, open_teachers
 from potstill.teachers.same_tokenizer import SameTokenizerView
-from potstill.teachers.stored import StoredSignal
+from potstill.teachers.stored import CachedSignal
 from potstill.teachers.teacher import Teacher
 from potstill.training.student import LossSettings
 from potstill.types import HiddenTarget, PotstillError
@@ -71,10 +71,10 @@ def student() -> LanguageModel:
 
 def opened(
     folder: Path, student: LanguageModel, data: DataConfig, on_missing: str = "error", **loss: Any
-) -> Teacher[StoredSignal]:
+) -> Teacher[CachedSignal]:
     configs = [TeacherConfig(cache=str(folder), on_missing=on_missing)]
     (found,) = open_teachers(configs, student, data, LossConfig(**loss), CPU).teachers
-    assert isinstance(found.source, StoredSignal) and isinstance(found.view, SameTokenizerView)
+    assert isinstance(found.source, CachedSignal) and isinstance(found.view, SameTokenizerView)
     return found
 
 
@@ -388,13 +388,13 @@ def partial(teacher, files, tmp_path_factory) -> Path:
 def test_a_missing_document_is_named_and_all_are_counted(partial, student, data):
     found = opened(partial, student, data)
     batches = batches_of(data, student)
-    expected = coverage(found.source.documents.cache, data, student.tokenizer)
+    expected = coverage(found.source.reader.cache, data, student.tokenizer)
     assert expected.missing == 10
     with pytest.raises(PotstillError) as caught:
         for batch in batches:
             found.prepare(batch)
     message = str(caught.value)
-    missing = next(e for batch in batches for e in batch.examples if found.source.documents.cache.find([e.key])[0] < 0)
+    missing = next(e for batch in batches for e in batch.examples if found.source.reader.cache.find([e.key])[0] < 0)
     assert f"the cache {partial} has no document {missing.source} ({missing.key})" in message
     assert missing.source.split(" ")[0] in message and ".jsonl" in missing.source
     assert f"10 of the {expected.documents} documents of data are not in it" in message
@@ -781,7 +781,7 @@ def test_documents_move_from_memory_to_the_disk_while_they_are_read(
     batch = batches_of(data, student)[0]
     before = found.targets(batch, None)
     looking = Cache.documents
-    writer: Writer = found.source.documents._writer.writer
+    writer: Writer = found.source.reader._writer.writer
 
     def flushed_after(self, keys):
         result = looking(self, keys)
@@ -802,7 +802,7 @@ def test_what_waits_is_written_in_time_though_nothing_is_added(teacher, tiny_tea
     (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
     batch = batches_of(data, student)[0]
     found.targets(batch, None)
-    writer = found.source.documents._writer
+    writer = found.source.reader._writer
     found.prepare(batch)
     assert writer.writer.waiting and len(Cache(tmp_path / "cache")) == 0
     writer.writer.shard_seconds = 0.0
@@ -817,7 +817,7 @@ def test_a_disk_that_fills_while_the_cache_is_only_read_is_told(tiny_teacher, st
     (found,) = open_teachers([config], student, data, LossConfig(), CPU).teachers
     batch = batches_of(data, student)[0]
     found.targets(batch, None)
-    writer = found.source.documents._writer
+    writer = found.source.reader._writer
     writer.writer.shard_seconds = 0.0
 
     def full(_):
@@ -907,7 +907,7 @@ def test_threads_that_read_while_the_cache_grows(teacher, tiny_teacher, student,
     try:
         for batch in batches:
             found.targets(batch, None)
-            found.source.documents._writer._worker.submit(found.source.documents._writer.writer.flush).result()
+            found.source.reader._writer._worker.submit(found.source.reader._writer.writer.flush).result()
     finally:
         done.set()
         thread.join()
