@@ -34,7 +34,7 @@ def compute_targets(
     names, weights, targets = [t.name for t, _, _ in asked], [t.weight for t, _, _ in asked], [t for _, t, _ in asked]
     several = len(asked) > 1
     if several and loss.combine_teachers == "average":
-        return [(sum(weights), _mean(names, weights, targets))]
+        return [(sum(weights), _mean(weights, targets))]
     weighing = several and (loss.combine_teachers == "best" or loss.teacher_weighting is not None)
     if not weighing and all(made.known is None for _, _, made in asked):
         return list(zip(weights, targets, strict=True))
@@ -51,15 +51,9 @@ def compute_targets(
     return list(zip(shares[:, owner] * mask, targets, strict=True))
 
 
-def _mean(names: Sequence[str], weights: Sequence[float], targets: Sequence[Target]) -> MeanTarget:
-    parts: list[Dense] = []
-    for name, target in zip(names, targets, strict=True):
-        if not isinstance(target, Dense):
-            raise PotstillError(
-                f"loss.combine_teachers is average, and the teacher {name} gives no distribution over all of the student's "
-                "ids: it must be a model with the student's tokenizer, or a cache of kind hidden of one"
-            )
-        parts.append(target)
+def _mean(weights: Sequence[float], targets: Sequence[Target]) -> MeanTarget:
+    parts = [target for target in targets if isinstance(target, Dense)]
+    assert len(parts) == len(targets), "config/compatibility.py lets no other through"
     widths = {target.width for target in parts}
     if len(widths) > 1:
         raise PotstillError(
@@ -79,17 +73,13 @@ def _weighed(
 ) -> Tensor:
     """`shares` [K, D] by how much each teacher is to be trusted with each document. `owner` [N]: the document of a row; `mask`
     [K, N]: where a teacher says something."""
-    key, what = (
-        ("combine_teachers", "ce") if loss.combine_teachers == "best" else ("teacher_weighting", loss.teacher_weighting)
-    )
-    assert what is not None
+    what = loss.teacher_weighting or "ce"
     trust = []
     for name, says, target in zip(names, mask, targets, strict=True):
         found = row_confidence(target, batch.rows.labels, what)
         if found is None:
             raise PotstillError(
-                f"loss.{key} asks how sure the teacher {name} is ({what}), which a cache of draws or of likelihoods alone does "
-                "not tell: use a live teacher, or kind top_k or hidden"
+                f"the loss asks how sure the teacher {name} is ({what}), which its signal does not tell"
             )
         values, rows, counts = found
         zeros = shares.new_zeros(len(batch.examples))
