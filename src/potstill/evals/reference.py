@@ -21,19 +21,19 @@ from potstill.evals.fidelity import complete, evaluate, evaluation_batches
 from potstill.evals.on_policy import OnPolicyEval
 from potstill.models import LanguageModel, difference
 from potstill.teachers.open import Opening, TeacherSet, open_served
+from potstill.teachers.protocols import SignalSource
 from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.stored import CachedSignal, check_cache
 from potstill.teachers.teacher import Teacher
 from potstill.types import Batch, PotstillError
-from potstill.types import Teacher as AnyTeacher
 
 
 @dataclass(frozen=True)
 class Reference:
     """A teacher, and the text that it is asked about where that is not the one that is scored."""
 
-    teacher: AnyTeacher | None = None  # None: there is none
+    teacher: Teacher[SignalSource] | None = None  # None: there is none
     batches: Sequence[Batch] | None = None
     note: str | None = None  # what is worth a word
     away: bool = False  # it may be: a server
@@ -129,7 +129,9 @@ def behind_server(
             f"{key}.max_length to {origin.positions} or less"
         )
     kind = "hidden" if origin.server.whole and (exact or config.remote.kind != "top_k") else "top_k"
-    asked = config.model_copy(update={"remote": config.remote.model_copy(update={"kind": kind})})
+    remote = config.remote.model_copy(update={"kind": kind})
+    # Held-out text has no columns: the teacher is asked about all of it, without a prompt of its own.
+    asked = config.model_copy(update={"remote": remote, "filter": {}, "context_column": None})
     opening = Opening(asked, student, data, LossConfig(), student.model.device, where)
     return Reference(open_served(opening, origin).teacher, away=True)
 

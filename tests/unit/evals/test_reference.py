@@ -67,7 +67,8 @@ def test_a_server_is_asked_about_all_of_it_and_may_go_away(files, models, capsys
     expected = evaluate(student, live_teacher(teacher, 2048, "tiny"), scored, CPU)
     with Served(folder) as served:
         remote = {"kind": "hidden", "retry_timeout": 0.0, "timeout": 60.0}
-        config = TeacherConfig(server=served.address, remote=remote)
+        # What it teaches by columns of the records plays no part: held-out text has none.
+        config = TeacherConfig(server=served.address, remote=remote, filter={"domain": "law"}, context_column="hint")
         reference, notes = opened(config, data_of(files), held_out, student)
         assert notes == [] and reference.teacher is not None
         assert measured_against(reference, student, scored, CPU) == pytest.approx(expected, rel=1e-4)
