@@ -139,28 +139,30 @@ def evaluate(
     json_out: Json = False,
 ) -> None:
     """Bits per byte, perplexity, calibration, and closeness to a teacher, on given text."""
+    from potstill.cli.cache_command import in_words_of_options
     from potstill.evals.command import evaluate_model, source_of
 
-    evaluate_model(
-        model,
-        teacher=teacher,
-        token_env=token_env,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        source=source_of(
-            data, text=text, messages=messages, prompt=prompt_column, completion=completion_column, split=split
-        ),
-        max_length=max_length,
-        piece_bytes=piece_bytes,
-        packing=packing,
-        examples=examples,
-        batch_size=batch_size,
-        prompts=prompt or [],
-        max_new_tokens=max_new_tokens,
-        device_name=device,
-        as_json=json_out,
-    )
+    with in_words_of_options(True):
+        evaluate_model(
+            model,
+            teacher=teacher,
+            token_env=token_env,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            source=source_of(
+                data, text=text, messages=messages, prompt=prompt_column, completion=completion_column, split=split
+            ),
+            max_length=max_length,
+            piece_bytes=piece_bytes,
+            packing=packing,
+            examples=examples,
+            batch_size=batch_size,
+            prompts=prompt or [],
+            max_new_tokens=max_new_tokens,
+            device_name=device,
+            as_json=json_out,
+        )
 
 
 @app.command()

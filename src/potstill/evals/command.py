@@ -11,10 +11,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from potstill.cli.cache_command import in_words_of_options
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
 from potstill.config.recipe import checked
-from potstill.evals.fidelity import complete, evaluate, evaluation_batches
+from potstill.evals.fidelity import evaluate, evaluation_batches, greedy_completions
 from potstill.evals.reference import Reference, behind_server, in_cache
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel, check_fit, load_student
@@ -49,41 +48,38 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Evaluate, print, and give back the numbers."""
     console = Console(stderr=as_json, soft_wrap=True)
-    with in_words_of_options(True):
-        keys = {"sources": [source], "max_length": max_length or 1024, "piece_bytes": piece_bytes, "packing": packing}
-        data = checked(DataConfig, keys, "--data")
-        device = pick_device(device_name)
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | ({"dtype": dtype} if dtype else {})
-        student = load_student(StudentConfig(model=model, revision=revision, **options), device, seed=0, key="MODEL")
-        opened = None if teacher is None else _opened(teacher, student, options, token_env, device)
-        models = {model: student} | ({opened.name: opened.source.language_model} if isinstance(opened, Teacher) else {})
-        readers: list[LanguageModel | RemoteOrigin] = [
-            *models.values(),
-            *([opened] if isinstance(opened, RemoteOrigin) else []),
-        ]
-        if max_length is None:
-            length = min([1024, *(reader.positions for reader in readers if reader.positions)])
-            data = data.model_copy(update={"max_length": length})
-        for who, language_model in models.items():
-            check_fit(data, "--data", who, language_model)
-        if isinstance(opened, Path):
-            sizes: dict[str, Any] = {"batch_size": batch_size, "limit": examples}
-            reference = in_cache(opened, student, data, **sizes, where="--teacher", key="--data")
-        elif isinstance(opened, RemoteOrigin):
-            config = TeacherConfig(server=teacher)
-            reference = behind_server(config, opened, student, data, "--teacher", "--data", exact=True)
-        else:
-            reference = Reference(opened)
-        if reference.note:
-            console.print(reference.note, style="yellow", highlight=False, markup=False)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("evaluating", total=None)
-            batches = evaluation_batches(data, student, batch_size, examples, "--data")
-            advance = lambda rows: bar.advance(task, rows)  # noqa: E731
-            result = evaluate(
-                student, reference.teacher, batches, device, advance, asked=reference.batches, key="--data"
-            )
-    result["samples"] = complete(student, prompts, max_new_tokens)
+    keys = {"sources": [source], "max_length": max_length or 1024, "piece_bytes": piece_bytes, "packing": packing}
+    data = checked(DataConfig, keys, "--data")
+    device = pick_device(device_name)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | ({"dtype": dtype} if dtype else {})
+    student = load_student(StudentConfig(model=model, revision=revision, **options), device, seed=0, key="MODEL")
+    opened = None if teacher is None else _opened(teacher, student, options, token_env, device)
+    models = {model: student} | ({opened.name: opened.source.language_model} if isinstance(opened, Teacher) else {})
+    readers: list[LanguageModel | RemoteOrigin] = [
+        *models.values(),
+        *([opened] if isinstance(opened, RemoteOrigin) else []),
+    ]
+    if max_length is None:
+        length = min([1024, *(reader.positions for reader in readers if reader.positions)])
+        data = data.model_copy(update={"max_length": length})
+    for who, language_model in models.items():
+        check_fit(data, "--data", who, language_model)
+    if isinstance(opened, Path):
+        sizes: dict[str, Any] = {"batch_size": batch_size, "limit": examples}
+        reference = in_cache(opened, student, data, **sizes, where="--teacher", key="--data")
+    elif isinstance(opened, RemoteOrigin):
+        config = TeacherConfig(server=teacher)
+        reference = behind_server(config, opened, student, data, "--teacher", "--data", exact=True)
+    else:
+        reference = Reference(opened)
+    if reference.note:
+        console.print(reference.note, style="yellow", highlight=False, markup=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("evaluating", total=None)
+        batches = evaluation_batches(data, student, batch_size, examples, "--data")
+        advance = lambda rows: bar.advance(task, rows)  # noqa: E731
+        result = evaluate(student, reference.teacher, batches, device, advance, asked=reference.batches, key="--data")
+    result["samples"] = greedy_completions(student, prompts, max_new_tokens)
     print(json.dumps(result, ensure_ascii=False)) if as_json else show(console, result)
     return result
 

@@ -137,7 +137,7 @@ def evaluation_batches(
 
 
 @torch.no_grad()
-def complete(student: LanguageModel, prompts: Sequence[str], max_new_tokens: int) -> list[dict[str, str]]:
+def greedy_completions(student: LanguageModel, prompts: Sequence[str], max_new_tokens: int) -> list[dict[str, str]]:
     """Greedy completions, one prompt at a time: no padding, no randomness."""
     samples = []
     for prompt in prompts:

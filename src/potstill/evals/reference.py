@@ -17,7 +17,7 @@ from potstill.cache.store import Cache
 from potstill.config import DataConfig, EvalConfig, LossConfig, Recipe, TeacherConfig
 from potstill.config.compatibility import Combination, check
 from potstill.data import without
-from potstill.evals.fidelity import complete, evaluate, evaluation_batches
+from potstill.evals.fidelity import evaluate, evaluation_batches, greedy_completions
 from potstill.evals.on_policy import OnPolicyEval
 from potstill.models import LanguageModel, difference
 from potstill.teachers.open import Opening, TeacherSet, open_served
@@ -69,7 +69,7 @@ class RunEvaluation:
         result = measured_against(self._reference, self._student, self._batches, self._device, interrupted)
         if self._on_policy is not None:
             result |= self._on_policy()
-        samples = complete(self._student, self._config.prompts, self._config.max_new_tokens)
+        samples = greedy_completions(self._student, self._config.prompts, self._config.max_new_tokens)
         return {**result, "samples": samples}
 
 

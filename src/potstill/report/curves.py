@@ -150,13 +150,13 @@ def still(panel: Panel, runs: Sequence[Run]) -> dict[str, Any] | None:
         return None
     x0, x1 = min(int(c[2][0]) for c in drawn), max(int(c[2][-1]) for c in drawn)
     y0, y1 = min(float(np.nanmin(c[3])) for c in drawn), max(float(np.nanmax(c[3])) for c in drawn)
-    across, down = (width - left - 6) / max(x1 - x0, 1), (height - bottom - 12) / ((y1 - y0) or 1.0)
+    x_scale, y_scale = (width - left - 6) / max(x1 - x0, 1), (height - bottom - 12) / ((y1 - y0) or 1.0)
     show = STILL_UNITS.get(panel.unit, "{:.4g}".format)
     lines = []
     for run, line, steps, values in drawn:
         there = ~np.isnan(values)
         points = (
-            f"{left + (x - x0) * across:.1f},{height - bottom - (y - y0) * down:.1f}"
+            f"{left + (x - x0) * x_scale:.1f},{height - bottom - (y - y0) * y_scale:.1f}"
             for x, y in zip(steps[there].tolist(), values[there].tolist(), strict=True)
         )
         lines.append((line_class(run, line), " ".join(points)))

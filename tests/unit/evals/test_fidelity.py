@@ -14,7 +14,14 @@ from transformers import PreTrainedTokenizerFast
 
 from potstill.config import DataConfig, StudentConfig
 from potstill.data import Encoder, StoppedWaiting
-from potstill.evals.fidelity import Sums, _binned, _expected_calibration_error, complete, evaluate, evaluation_batches
+from potstill.evals.fidelity import (
+    Sums,
+    _binned,
+    _expected_calibration_error,
+    evaluate,
+    evaluation_batches,
+    greedy_completions,
+)
 from potstill.evals.reference import Reference, measured_against
 from potstill.models import load_student
 from potstill.teachers.live import LiveModel, live_teacher
@@ -173,7 +180,7 @@ def test_calibration_error_by_hand():
 
 def test_completions_are_the_models_own_greedy_text():
     student = tiny(0)
-    samples = complete(student, ["The people", "We"], 5)
+    samples = greedy_completions(student, ["The people", "We"], 5)
     for sample in samples:
         ids = student.tokenizer(sample["prompt"], return_tensors="pt").input_ids
         for _ in range(5):
