@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from potstill.training.run import Callback, Run, refuse_many_processes
+from potstill.training.run import Callback, Run
 
 if TYPE_CHECKING:
     from potstill.config import Recipe
@@ -20,7 +20,6 @@ def train(
 ) -> Run:
     """Run a recipe (a path, a mapping or a Recipe, with `key.sub=value` overrides), as `potstill train` does, and give back
     what came of it."""
-    refuse_many_processes()
     from potstill.config.recipe import load_recipe
     from potstill.training.loop import train as run_recipe  # torch and transformers load only when they are needed
 

@@ -16,7 +16,7 @@ from potstill.losses.dense import target_logits
 from potstill.teachers.live import LiveModel
 from potstill.teachers.open import open_teachers
 from potstill.training.feed import open_feed
-from potstill.training.run import Progress
+from potstill.training.run import Run
 from potstill.training.setup import assemble
 from potstill.types import TokenLogprobsTarget, TopKTarget
 
@@ -97,7 +97,7 @@ def test_as_a_teacher_it_says_what_the_live_model_says(vllm_server: str, tmp_pat
     )
     live = live_parts.teachers[0]
     assert isinstance(live.source, LiveModel)
-    with open_feed(loaded, parts, Progress(total_steps=1), tmp_path / "again", None) as feed:
+    with open_feed(parts, Run(tmp_path / "again", total_steps=1)) as feed:
         step = next(feed)
         for batch, ready in zip(step.step.batches, step.ready, strict=True):
             target = parts.teachers[0].targets(batch, ready[0])
@@ -130,7 +130,7 @@ def test_as_a_teacher_it_writes_what_the_live_model_writes(vllm_server: str, tmp
     for name, teacher in (("live", {"model": "shipped:teacher"}), ("served", server)):
         loaded = load_recipe(recipe(tmp_path / name, teachers=[teacher], rollouts=writes, loss={"ce_weight": 1.0}))
         parts = assemble(loaded)
-        with open_feed(loaded, parts, Progress(total_steps=1), tmp_path / name, None) as feed:
+        with open_feed(parts, Run(tmp_path / name, total_steps=1)) as feed:
             step = next(feed)
         found.append(sorted(tuple(e.ids.tolist()) for batch in step.step.batches for e in batch.examples))
         assert all(e.writer == "teacher" and e.behaviour is None for b in step.step.batches for e in b.examples)

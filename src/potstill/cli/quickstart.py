@@ -11,10 +11,10 @@ from rich.table import Table
 
 from potstill.config import Recipe
 from potstill.config.recipe import load_recipe
+from potstill.parallel.mesh import refuse_many_processes
 from potstill.report import write_report
 from potstill.shipped import locate
 from potstill.training.loop import train
-from potstill.training.run import refuse_many_processes
 from potstill.training.setup import assemble
 
 PROMPT = "The people of the United States"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +25,16 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def count_over_ranks(count: int) -> int:
     """A number that the host knows, summed over the data-parallel ranks; with one process no tensor is made."""
     return int(sum_over_ranks(torch.tensor(count))) if dist.is_initialized() else count
+
+
+def refuse_many_processes() -> None:
+    """Each would train alone, and all but one be locked out of the run's folder."""
+    processes = os.environ.get("WORLD_SIZE") or "1"
+    if processes != "1":
+        raise PotstillError(
+            f"training runs in one process, and this is one of {processes} (WORLD_SIZE): start it without torchrun, or with "
+            "--nproc-per-node 1 --nnodes 1"
+        )
 
 
 def pick_device(name: str) -> torch.device:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from potstill.files import damage, new_folder, point, remove_folder, remove_unfinished, write_text
-from potstill.training.diagnosis import refuse_broken_weights
 from potstill.training.run import Callback, Progress, Run
 from potstill.training.state import save_state
+from potstill.training.step import refuse_broken_weights
 from potstill.types import PotstillError
 
 if TYPE_CHECKING:
@@ -34,12 +34,11 @@ FIELDS = [each.name for each in fields(Progress)]
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run. `warn` says the same thing once, for the same trouble comes with every checkpoint."""
 
     folder: Path
     keep: int
     warn: Callable[[str], None]
-    _warned: set[str] = field(default_factory=set)
 
     def prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -96,23 +95,18 @@ class Checkpoints:
                 try:
                     remove_folder(path)
                 except OSError as error:
-                    self._warn_once(f"old checkpoints in {self.folder} cannot be removed", error)
+                    self.warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror or error})")
 
     def _link(self, name: str, path: Path) -> None:
         link = self.folder / name
         try:
             copied = point(link, path)
         except OSError as error:
-            self._warn_once(f"{link} cannot be made a link", error, f": the {name} checkpoint is {path}")
+            which = "the one of the highest step" if name == "latest" else path
+            self.warn(f"{link} cannot be made a link ({error.strerror or error}): the {name} checkpoint is {which}")
             return
         if copied is not None:
             self.warn(f"{link} was a folder and no link, as copies have it: it is now {copied}, which may be removed")
-
-    def _warn_once(self, what: str, error: OSError, more: str = "") -> None:
-        """The same trouble comes again with every checkpoint."""
-        if what not in self._warned:
-            self._warned.add(what)
-            self.warn(f"{what} ({error.strerror or error}){more}")
 
 
 def _progress(checkpoint: Path) -> Progress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from potstill.cache.reading import chat_kwargs
@@ -15,45 +14,37 @@ from potstill.rollouts.engine import Engine, EngineSetup, open_engine
 from potstill.rollouts.prompt_batches import Kind, PromptBatches
 from potstill.rollouts.prompts import Answers, Prompter, stop_ids
 from potstill.rollouts.remote_writer import RemoteWriter
-from potstill.training.run import Progress
+from potstill.training.run import Run
 from potstill.training.setup import Parts
 from potstill.types import PotstillError
 
 PREPARING = 4  # micro-batches of written text that teachers make ready at once
 
 
-def open_feed(
-    recipe: Recipe,
-    parts: Parts,
-    progress: Progress,
-    folder: Path,
-    checkpoint: Path | None,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> Feed:
-    """From where `progress` says. `folder`: of the run; `checkpoint`: the one it resumes from. `interrupted`: whether to stop
-    waiting (StoppedWaiting), for a server that is away, say."""
-    writes, workers = recipe.rollouts.writes, recipe.data.workers
-    if progress.data is not None and ("prompts" in progress.data) != writes:
+def open_feed(parts: Parts, run: Run, interrupted: Callable[[], bool] = lambda: False) -> Feed:
+    """From where the run stands. `interrupted`: whether to stop waiting (StoppedWaiting), for a server that is away, say."""
+    writes, workers = parts.recipe.rollouts.writes, parts.recipe.data.workers
+    if run.data is not None and ("prompts" in run.data) != writes:
         then, now = ("is not written", "is") if writes else ("is written", "is not")
         raise PotstillError(
-            f"rollouts: the text of the run in {folder} {then}, and the recipe's {now}: its place in the data means nothing; "
-            "choose another folder with run="
+            f"rollouts: the text of the run in {run.folder} {then}, and the recipe's {now}: its place in the data means "
+            "nothing; choose another folder with run="
         )
     if not writes:
-        steps = parts.step_batches(progress.data)
-        return Feed(steps, parts.teachers, progress.counts, workers=workers, interrupted=interrupted)
-    rollouts = _open_rollouts(recipe, parts, progress, folder, checkpoint)
-    return Feed(rollouts, parts.teachers, workers=max(PREPARING, workers), interrupted=interrupted)
+        steps = parts.step_batches(run.data)
+        return Feed(steps, parts.teachers, run.counts, workers=workers, interrupted=interrupted)
+    return Feed(_open_rollouts(parts, run), parts.teachers, workers=max(PREPARING, workers), interrupted=interrupted)
 
 
-def _open_rollouts(recipe: Recipe, parts: Parts, progress: Progress, folder: Path, checkpoint: Path | None) -> Buffer:
-    state, sampling, writer = progress.data, recipe.rollouts.sampling, parts.writer
+def _open_rollouts(parts: Parts, run: Run) -> Buffer:
+    recipe, state, writer = parts.recipe, run.data, parts.writer
+    sampling = recipe.rollouts.sampling
     pad = parts.student.tokenizer.pad_token_id
     layout = Layout(recipe.train.batch_size, recipe.train.micro, 0 if pad is None else int(pad), recipe.data.packing)
     _check_state(recipe, layout, state)
-    engines = open_engines(recipe, parts, folder, progress.step)
+    engines = open_engines(parts, run)
     return Buffer(
-        open_prompt_batches(recipe, parts, None if state is None else state["prompts"]),
+        open_prompt_batches(parts, None if state is None else state["prompts"]),
         engines,
         Answers(
             parts.student,
@@ -64,11 +55,11 @@ def _open_rollouts(recipe: Recipe, parts: Parts, progress: Progress, folder: Pat
         recipe.rollouts,
         layout,
         seed=recipe.train.seed if sampling.seed is None else sampling.seed,
-        version=progress.step,
-        counts=progress.counts,
-        saved=[] if checkpoint is None else load_saved(checkpoint),
+        version=run.step,
+        counts=run.counts,
+        saved=[] if run.checkpoint is None else load_saved(run.checkpoint),
         taken=0 if state is None else state["taken"],
-        last=progress.total_steps,
+        last=run.total_steps,
     )
 
 
@@ -85,8 +76,9 @@ def _check_state(recipe: Recipe, layout: Layout, state: dict[str, Any] | None) -
         )
 
 
-def open_prompt_batches(recipe: Recipe, parts: Parts, state: dict[str, Any] | None) -> PromptBatches:
-    rollouts, data, tokenizer = recipe.rollouts, parts.data, parts.student.tokenizer
+def open_prompt_batches(parts: Parts, state: dict[str, Any] | None) -> PromptBatches:
+    recipe, data, tokenizer = parts.recipe, parts.data, parts.student.tokenizer
+    rollouts = recipe.rollouts
     tokenizers: dict[Kind, Any] = {"student": tokenizer}
     if parts.writer is not None:
         tokenizers["teacher"] = parts.writer.tokenizer
@@ -109,13 +101,16 @@ def open_prompt_batches(recipe: Recipe, parts: Parts, state: dict[str, Any] | No
     )
 
 
-def open_engines(recipe: Recipe, parts: Parts, folder: Path, version: int) -> dict[Kind, Engine]:
+def open_engines(parts: Parts, run: Run) -> dict[Kind, Engine]:
+    recipe = parts.recipe
     rollouts, chats = recipe.rollouts, any(source.messages for source in recipe.data.sources)
     autocast = {"autocast": parts.autocast} if recipe.train.precision == "bf16" else {}
 
     def opened(kind: str, model: LanguageModel, student: bool) -> Engine:
         ends, most = stop_ids(model, chats), parts.data.max_length
-        return open_engine(kind, EngineSetup(model, rollouts, ends, most, folder, version, student=student, **autocast))
+        return open_engine(
+            kind, EngineSetup(model, rollouts, ends, most, run.folder, run.step, student=student, **autocast)
+        )
 
     engines: dict[Kind, Engine] = {}
     if rollouts.on_policy_fraction:
@@ -132,10 +127,10 @@ def open_engines(recipe: Recipe, parts: Parts, folder: Path, version: int) -> di
     return engines
 
 
-def count_steps(recipe: Recipe, parts: Parts, progress: Callable[[int], None]) -> int:
+def count_steps(parts: Parts, progress: Callable[[int], None]) -> int:
     """How many optimizer steps the epochs of a recipe with written text have."""
-    total = 0
-    for prompts in open_prompt_batches(recipe, parts, None):
+    recipe, total = parts.recipe, 0
+    for prompts in open_prompt_batches(parts, None):
         rows = sum(len(g.examples) if g.kind == "data" else recipe.rollouts.num_generations for g in prompts.groups)
         total += -(-rows // recipe.train.batch_size)
         progress(total)

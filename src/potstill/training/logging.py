@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from potstill.config import Recipe
 from potstill.data import lost_in
@@ -98,10 +97,8 @@ def _good_lines(path: Path, warn: Warn) -> list[tuple[bytes, int]]:
 
 def _set_aside(folder: Path, logs: Mapping[str, list[tuple[bytes, int]]], warn: Warn) -> None:
     """The logs of an attempt that had no checkpoint yet, as metrics.1.jsonl and so on; said once for all of them."""
-    for number in count(1):
-        asides = {name: folder / name.replace(".", f".{number}.") for name in logs}
-        if not any(aside.exists() for aside in asides.values()):
-            break
+    numbered = ({name: folder / name.replace(".", f".{number}.") for name in logs} for number in count(1))
+    asides = next(paths for paths in numbered if not any(path.exists() for path in paths.values()))
     for name, aside in asides.items():
         write_bytes(aside, b"".join(line for line, _ in logs[name]))
     last = max(taken for lines in logs.values() for _, taken in lines)
@@ -111,6 +108,10 @@ def _set_aside(folder: Path, logs: Mapping[str, list[tuple[bytes, int]]], warn: 
         f"{steps} of an earlier attempt had no checkpoint: starting again at step 1; its {' and '.join(logs)} {are} kept as "
         f"{' and '.join(map(str, asides.values()))}"
     )
+
+
+def _numbers(section: str, record: Mapping[str, Any]) -> dict[str, float]:
+    return {f"{section}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
 
 
 class TensorBoard(Callback):
@@ -141,9 +142,9 @@ class TensorBoard(Callback):
 
     def _write(self, section: str, record: Mapping[str, Any]) -> None:
         with self._watched():
-            for key, value in record.items():
-                if self._writer is not None and key != "step" and isinstance(value, int | float):
-                    self._writer.add_scalar(f"{section}/{key}", value, record["step"])
+            for name, value in _numbers(section, record).items():
+                if self._writer is not None:
+                    self._writer.add_scalar(name, value, record["step"])
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -181,11 +182,10 @@ class Wandb(Callback):
         )
 
     def stepped(self, run: Run, metrics: Mapping[str, Any]) -> None:
-        self._log.log({f"train/{k}": v for k, v in metrics.items()}, step=metrics["step"])
+        self._log.log(_numbers("train", metrics), step=metrics["step"])
 
     def evaluated(self, run: Run, evaluation: Mapping[str, Any]) -> None:
-        numbers = {f"eval/{k}": v for k, v in evaluation.items() if isinstance(v, int | float)}
-        self._log.log(numbers, step=evaluation["step"])
+        self._log.log(_numbers("eval", evaluation), step=evaluation["step"])
 
     def ended(self, run: Run) -> None:
         self._log.finish()
@@ -196,7 +196,7 @@ class Display(Callback):
 
     def __init__(self, console: Console, every: int) -> None:
         self._console, self._every = console, every
-        self._bar: Bar | None = None
+        self._bar: Progress | None = None
 
     def started(self, run: Run) -> None:
         self._begin, self._first = time.perf_counter(), run.step
@@ -205,11 +205,14 @@ class Display(Callback):
         elif run.step:
             self._print(f"going on at step {run.step} of {run.total_steps} in {run.folder}")
         if self._console.is_terminal:
-            numbers = TextColumn("{task.fields[numbers]}")
-            name = TextColumn("{task.description}")
-            self._bar = Bar(
-                name, BarColumn(), MofNCompleteColumn(), numbers, TimeRemainingColumn(), console=self._console
+            bar = (
+                "{task.description}",
+                BarColumn(),
+                MofNCompleteColumn(),
+                "{task.fields[numbers]}",
+                TimeRemainingColumn(),
             )
+            self._bar = Progress(*bar, console=self._console)
             self._bar.start()
             self._task = self._bar.add_task(run.folder.name, total=run.total_steps, completed=run.step, numbers="")
 
@@ -224,7 +227,12 @@ class Display(Callback):
             self._print(f"step {run.step}/{run.total_steps}  {numbers}  {left} left")
 
     def evaluated(self, run: Run, evaluation: Mapping[str, Any]) -> None:
-        self._print(f"step {run.step}  {evaluation_line(evaluation)}")
+        parts = [f"{evaluation['bits_per_byte']:.4f} bits per byte", f"perplexity {evaluation['perplexity']:.2f}"]
+        if evaluation["kl"] is not None:
+            parts += [f"KL to teacher {evaluation['kl']:.4f}", f"agreement {evaluation['agreement']:.1%}"]
+        if "on_policy_reverse_kl" in evaluation:
+            parts.append(f"reverse KL on its own text {evaluation['on_policy_reverse_kl']:.4f}")
+        self._print(f"step {run.step}  held-out: {', '.join(parts)}, ECE {evaluation['ece']:.3f}")
 
     def ended(self, run: Run) -> None:
         if self._bar is not None:
@@ -235,15 +243,6 @@ class Display(Callback):
 
     def _print(self, message: str) -> None:
         self._console.print(message, highlight=False, markup=False)
-
-
-def evaluation_line(evaluation: Mapping[str, Any]) -> str:
-    parts = [f"{evaluation['bits_per_byte']:.4f} bits per byte", f"perplexity {evaluation['perplexity']:.2f}"]
-    if evaluation["kl"] is not None:
-        parts += [f"KL to teacher {evaluation['kl']:.4f}", f"agreement {evaluation['agreement']:.1%}"]
-    if "on_policy_reverse_kl" in evaluation:
-        parts.append(f"reverse KL on its own text {evaluation['on_policy_reverse_kl']:.4f}")
-    return "held-out: " + ", ".join([*parts, f"ECE {evaluation['ece']:.3f}"])
 
 
 class TextWarnings(Callback):

@@ -17,8 +17,8 @@ from rich.console import Console
 from potstill.config import Recipe
 from potstill.config.recipe import load_recipe
 from potstill.data import Feed, StoppedWaiting
+from potstill.parallel.mesh import refuse_many_processes
 from potstill.training.checkpoint import Saver
-from potstill.training.diagnosis import Diverged
 from potstill.training.feed import open_feed
 from potstill.training.logging import watchers
 from potstill.training.metrics import Stopwatch
@@ -26,7 +26,7 @@ from potstill.training.resume import open_run, resume
 from potstill.training.run import Callback, Run
 from potstill.training.setup import Parts, assemble
 from potstill.training.state import random_state, set_random_state
-from potstill.training.step import optimizer_step
+from potstill.training.step import Diverged, optimizer_step
 from potstill.types import PotstillError, StepBatch
 
 
@@ -36,10 +36,15 @@ def train(
     seconds: Callable[[], float] = time.monotonic,
 ) -> Run:
     """Run a recipe to its end, or from where it stopped to its end. `seconds`: the clock of checkpoint.every_minutes."""
+    refuse_many_processes()
     console = Console(soft_wrap=True)
 
+    said: set[str] = set()
+
     def warn(message: str) -> None:
-        console.print(message, style="yellow", highlight=False, markup=False)
+        if message not in said:
+            said.add(message)
+            console.print(message, style="yellow", highlight=False, markup=False)
 
     recipe, checkpoints = open_run(load_recipe(recipe), warn)
     parts = assemble(recipe)
@@ -49,11 +54,9 @@ def train(
     watching = [*watchers(recipe, console, warn), *callbacks]
     with ExitStack() as stack:
         stop = stack.enter_context(stop_signal())
-        interrupted = lambda: stop.name is not None  # noqa: E731
-        feed = stack.enter_context(open_feed(recipe, parts, run, run.folder, run.checkpoint, interrupted))
+        feed = stack.enter_context(open_feed(parts, run, stop))
         for note in feed.notes:
-            if note not in parts.notes:  # of the same engine for evaluations
-                warn(note)
+            warn(note)
         for teacher in parts.teachers:  # before the feed, whose threads may wait for a server
             stack.callback(teacher.close)
         for watcher in watching:
@@ -70,6 +73,9 @@ def train(
 @dataclass
 class Stop:
     name: str | None = None  # of the first SIGTERM or SIGINT received
+
+    def __call__(self) -> bool:
+        return self.name is not None
 
 
 @contextmanager
@@ -148,7 +154,7 @@ class Loop:
         """An evaluation that fails loses no steps; one that a signal finds waiting for a server is given up."""
         run = self.run
         try:
-            found = self.parts.evaluate(lambda: self.stop.name is not None)
+            found = self.parts.evaluate(self.stop)
         except StoppedWaiting:
             return
         except PotstillError as error:

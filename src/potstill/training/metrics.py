@@ -14,31 +14,26 @@ from pathlib import Path
 import torch
 
 PHASES = ("data", "teacher", "student", "optimizer")  # what the time of a step goes into
-# Each mean of the log, with the number of rows that it is over. A step without such rows has no such means, but for those over
-# the sampled rows, which are None then.
+# The means of the log, by the number of rows that they are over. A step without such rows does not have them, but for those
+# over the sampled rows, which are None then.
 MEANS = {
-    "kl": "stat_rows",
-    "teacher_entropy": "stat_rows",
-    "student_entropy": "stat_rows",
-    "agreement": "stat_rows",
-    "shared_mass": "shared_rows",
-    "sampling_logprob_gap": "on_policy_rows",
-    "ratio_mean": "policy_gradient_rows",
-    "ratio_clipped": "policy_gradient_rows",
-    "advantage": "policy_gradient_rows",
+    "stat_rows": ("kl", "teacher_entropy", "student_entropy", "agreement"),
+    "shared_rows": ("shared_mass",),
+    "on_policy_rows": ("sampling_logprob_gap",),
+    "policy_gradient_rows": ("ratio_mean", "ratio_clipped", "advantage"),
 }
 # All that a forward pass may sum up over its rows. Ranks add up the same names in the same order, whatever each of them has.
-SUMS = ("loss", "kd", "ce", *dict.fromkeys(MEANS.values()), *MEANS)
+SUMS = ("loss", "kd", "ce", *MEANS, *(name for names in MEANS.values() for name in names))
 
 
 def means(sums: Mapping[str, float]) -> dict[str, float | None]:
     """MEANS, from the sums of a step. NaN: not known for all rows."""
     found: dict[str, float | None] = {}
-    for name, count in MEANS.items():
-        if sums[count]:
-            found[name] = None if math.isnan(sums[name]) else sums[name] / sums[count]
-        elif count == "stat_rows":
-            found[name] = None
+    for rows, names in MEANS.items():
+        if sums[rows]:
+            found |= {name: None if math.isnan(sums[name]) else sums[name] / sums[rows] for name in names}
+        elif rows == "stat_rows":
+            found |= dict.fromkeys(names)
     return found
 
 

@@ -6,7 +6,6 @@ import fcntl
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -100,8 +99,8 @@ def resume(parts: Parts, checkpoints: Checkpoints, console: Console) -> Run:
         _check_fits(parts, progress, folder)
         load_state(path, parts.module, parts.optimizers)
         best = None if progress.best_step is None else checkpoints.at(progress.best_step)
-        evaluation = _last_evaluation(folder / EVALS, progress.step)
-        run = Run(folder, evaluation, path, best, **vars(progress))
+        evaluations = [record for _, record in json_lines(folder / EVALS) if record and record["step"] <= progress.step]
+        run = Run(folder, evaluations[-1] if evaluations else None, path, best, **vars(progress))
         run.total_steps = steps or run.total_steps
     write_text(folder / RECIPE, recipe_yaml(recipe))  # not earlier: a recipe that does not fit is not the run's
     return run
@@ -123,11 +122,6 @@ def _check_fits(parts: Parts, progress: Progress, folder: Path) -> None:
         )
 
 
-def _last_evaluation(path: Path, step: int) -> dict[str, Any] | None:
-    records = [record for _, record in json_lines(path) if record is not None and record["step"] <= step]
-    return records[-1] if records else None
-
-
 def _count_steps(parts: Parts, console: Console) -> int:
     """With `train.epochs`, the schedule needs to know how many steps they are."""
     recipe = parts.recipe
@@ -137,7 +131,7 @@ def _count_steps(parts: Parts, console: Console) -> int:
             status.update(f"counting the steps of train.epochs: {steps:,} …")
 
         if recipe.rollouts.writes:
-            return count_steps(recipe, parts, progress)
+            return count_steps(parts, progress)
         if any(teacher.on_missing == "skip" for teacher in recipe.teachers):
             return count_left(parts.step_batches(None), parts.teachers, progress)
         return parts.step_batches(None).count(progress)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,15 +67,3 @@ class Callback:
 
     def ended(self, run: Run) -> None:
         """When the run is over, whether by its last step, a signal or an error."""
-
-
-def refuse_many_processes() -> None:
-    """Each would train alone, and all but one be locked out of the run's folder."""
-    processes = os.environ.get("WORLD_SIZE") or "1"
-    if processes != "1":
-        from potstill.types import PotstillError  # with torch, which `import potstill` is not to wait for
-
-        raise PotstillError(
-            f"training runs in one process, and this is one of {processes} (WORLD_SIZE): start it without torchrun, or with "
-            "--nproc-per-node 1 --nnodes 1"
-        )

@@ -107,20 +107,18 @@ def _open_student(recipe: Recipe, device: torch.device) -> tuple[LanguageModel, 
 
 
 def _set_dropout(recipe: Recipe, student: LanguageModel) -> list[str]:
-    """As the recipe says; what is worth a word."""
-    probability, writes = recipe.student.dropout, recipe.rollouts.on_policy_fraction > 0
-    if probability is None and writes:
-        probability = 0.0
-    if probability is None:
+    """As the recipe says, and off where the student writes and the recipe does not say; what is worth a word."""
+    asked, writes = recipe.student.dropout, recipe.rollouts.on_policy_fraction > 0
+    if asked is None and not writes:
         return []
-    changed = ", ".join(f"{each:g}" for each in set_dropout(student.model, probability))
-    if probability and writes:
+    changed = ", ".join(f"{each:g}" for each in set_dropout(student.model, asked or 0.0))
+    if asked and writes:
         return [
-            f"student.dropout: {probability:g} is on while the student trains and off while it writes, so what it says of its "
-            "own text differs between the two (sampling_logprob_gap): 0 takes the difference away"
+            f"student.dropout: {asked:g} is on while the student trains and off while it writes, so what it says of its own "
+            "text differs between the two (sampling_logprob_gap): 0 takes the difference away"
         ]
-    why = ", for it writes without (student.dropout keeps it)" if recipe.student.dropout is None else ""
-    said = f"student.dropout: the student is trained with {probability:g} in place of its own {changed}{why}"
+    why = ", for it writes without (student.dropout keeps it)" if asked is None else ""
+    said = f"student.dropout: the student is trained with {asked or 0:g} in place of its own {changed}{why}"
     return [said] if changed else []
 
 

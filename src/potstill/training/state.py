@@ -6,7 +6,7 @@ checkpoint's model/ holds bit for bit is not written again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from potstill.parallel.mesh import rank
 from potstill.types import PotstillError
 
 FILE_BYTES = 1 << 28  # of one file, since each is put together in memory
-# Each parameter that is trained, as `optimizer.parameter`, with its optimizer and its number there.
-Slots = dict[str, tuple[Optimizer, int, nn.Parameter]]
+# Each parameter that is trained, as `optimizer.parameter`.
+Slots = dict[str, tuple[Optimizer, nn.Parameter]]
 
 
 def save_state(folder: Path, model: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -34,9 +34,9 @@ def save_state(folder: Path, model: Path, module: nn.Module, optimizers: Sequenc
     weights = weights_of(module)
     held = set(_held(model, weights))
     tensors = {name: tensor for name, tensor in weights.items() if name not in held}
-    for slot, (optimizer, _, parameter) in _slots(module, optimizers).items():
+    for slot, (optimizer, parameter) in _slots(module, optimizers).items():
         tensors |= {f"{slot}.{key}": value.detach() for key, value in optimizer.state.get(parameter, {}).items()}
-    tensors |= _random_tensors(module)
+    tensors |= _random_tensors(next(module.parameters()).device)
     writer = HuggingFaceStorageWriter(str(folder), _files(tensors), save_distributed=True)
     with quiet():
         save(tensors, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
@@ -50,7 +50,8 @@ def load_state(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimiz
             f"the run with that version, or begin another with student.model={checkpoint / 'model'} and run="
         )
     try:
-        _load(checkpoint, module, optimizers)
+        with quiet():
+            _load(checkpoint, module, optimizers)
     except (CheckpointException, SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise PotstillError(
@@ -61,14 +62,10 @@ def load_state(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimiz
 def _load(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     state, model = checkpoint / "state", checkpoint / "model"
     stored, beside = _shapes(state), {f"model.{name}": shape for name, shape in _shapes(model).items()}
-    weights, slots = weights_of(module), _slots(module, optimizers)
+    weights, slots, device = weights_of(module), _slots(module, optimizers), next(module.parameters()).device
     # Another kind of device has a random state of its own, and a parameter that never had a gradient no optimizer state.
-    random = {name: value for name, value in _random_tensors(module).items() if name in stored}
-    kept = {
-        name: torch.empty(()) if name.endswith(".step") else torch.empty_like(slots[slot][2].detach())
-        for name, slot in ((name, name.rpartition(".")[0]) for name in stored)
-        if slot in slots
-    }
+    random = {name: value for name, value in _random_tensors(device).items() if name in stored}
+    kept = {name: _room(*slots[slot], key) for name, slot, key in _parted(stored) if slot in slots}
     tensors = weights | random | kept
     if misfit := _misfit(tensors, stored, beside):
         raise PotstillError(
@@ -77,20 +74,24 @@ def _load(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) 
         )
     _read(state, {name: tensor for name, tensor in tensors.items() if name in stored})
     _read(model, {name.removeprefix("model."): tensor for name, tensor in weights.items() if name not in stored})
-    _put(kept, slots, optimizers)
-    set_random_state({name.rpartition(".")[2]: value for name, value in random.items()}, _device(module))
+    for name, slot, key in _parted(kept):
+        optimizer, parameter = slots[slot]
+        optimizer.state[parameter][key] = kept[name]
+    set_random_state({key: random[name] for name, _, key in _parted(random)}, device)
 
 
-def _put(kept: Mapping[str, Tensor], slots: Slots, optimizers: Sequence[Optimizer]) -> None:
-    """What was read of the optimizers' state into them."""
-    for optimizer in optimizers:
-        by_number: dict[int, dict[str, Tensor]] = {}
-        for name, value in kept.items():
-            slot, _, key = name.rpartition(".")
-            owner, number, _ = slots[slot]
-            if owner is optimizer:
-                by_number.setdefault(number, {})[key] = value
-        optimizer.load_state_dict({"state": by_number, "param_groups": optimizer.state_dict()["param_groups"]})
+def _parted(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Each name, the part before its last dot and the part after it."""
+    for name in names:
+        slot, _, key = name.rpartition(".")
+        yield name, slot, key
+
+
+def _room(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> Tensor:
+    """For what an optimizer keeps of a parameter: as large as that, but for the number of its steps."""
+    if key == "step":
+        return torch.empty((), device=parameter.device if optimizer.defaults["fused"] else "cpu")
+    return torch.empty_like(parameter.detach())
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -119,12 +120,8 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
             (torch.mps if key == "mps" else torch).set_rng_state(value)
 
 
-def _device(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
-
-
-def _random_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {f"random.rank{rank()}.{key}": value for key, value in random_state(_device(module)).items()}
+def _random_tensors(device: torch.device) -> dict[str, Tensor]:
+    return {f"random.rank{rank()}.{key}": value for key, value in random_state(device).items()}
 
 
 def _slots(module: nn.Module, optimizers: Sequence[Optimizer]) -> Slots:
@@ -133,8 +130,7 @@ def _slots(module: nn.Module, optimizers: Sequence[Optimizer]) -> Slots:
     for optimizer in optimizers:
         kind = "muon" if isinstance(optimizer, Muon) else "adamw"
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        for number, parameter in enumerate(parameters):
-            found[f"{kind}.{names[id(parameter)]}"] = optimizer, number, parameter
+        found |= {f"{kind}.{names[id(parameter)]}": (optimizer, parameter) for parameter in parameters}
     return found
 
 
@@ -151,16 +147,14 @@ def _misfit(tensors: Mapping[str, Tensor], stored: Mapping[str, torch.Size], bes
 
 
 def _shapes(folder: Path) -> dict[str, torch.Size]:
-    with quiet():
-        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: about.size for name, about in found.items() if isinstance(about, TensorStorageMetadata)}
 
 
 def _read(folder: Path, tensors: dict[str, Any]) -> None:
     if tensors:
-        with quiet():
-            reader = HuggingFaceStorageReader(str(folder))
-            load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+        reader = HuggingFaceStorageReader(str(folder))
+        load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
 
 
 def _held(model: Path, weights: Mapping[str, Tensor]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""One optimizer step: all its micro-batches, one division, one update."""
+"""One optimizer step: all its micro-batches, one division, one update; and why a loss is not finite, once that has happened."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from potstill.config import Recipe
 from potstill.config.sections import value_at
 from potstill.data import PreparedStep
 from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
 from potstill.teachers.combine import compute_targets
-from potstill.training.diagnosis import Diverged, diagnose
 from potstill.training.metrics import SUMS, Stopwatch, alignment, means, peak_memory_bytes
 from potstill.training.optimizer import lr_factor, set_lr
 from potstill.training.run import Run
 from potstill.training.setup import Parts
 from potstill.training.student import LossSettings
-from potstill.types import Teacher
+from potstill.types import Batch, PotstillError, Teacher
 
 
 def optimizer_step(parts: Parts, prepared: PreparedStep, run: Run, clock: Stopwatch) -> dict[str, Any]:
@@ -108,3 +107,49 @@ def loss_settings(recipe: Recipe, progress: float) -> LossSettings:
     keys["ce_weight"] = recipe.ce_weight
     keys |= {key: value_at(keys[key], progress) for key in ("temperature", "kd_weight", "ce_weight")}
     return LossSettings(**keys)
+
+
+class Diverged(PotstillError):
+    """A step that would have led to NaN or infinite weights."""
+
+
+@torch.no_grad()
+def diagnose(parts: Parts, prepared: PreparedStep, settings: LossSettings, step: int) -> str:
+    """One sentence: step, micro-batch, documents, and the likely cause."""
+    refuse_broken_weights(parts.module, step - 1)
+    batches = prepared.step.batches
+    for number, (host_batch, ready) in enumerate(zip(batches, prepared.ready, strict=True), 1):
+        batch = host_batch.to(parts.device)
+        cause = _cause(parts, batch, ready, settings)
+        if cause is not None:
+            names = [example.source or example.key for example in batch.examples]
+            documents = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            found = f"the loss is not finite at step {step}, micro-batch {number} of {len(batches)} ({documents})"
+            break
+    else:
+        found = f"step {step}: the loss is finite but its gradient is not"
+        cause = "try a lower train.optimizer.lr, a longer warmup, or precision fp32"
+    return f"{found}: {cause}; the step was not taken and the last checkpoint is untouched"
+
+
+def _cause(parts: Parts, batch: Batch, ready: Any, settings: LossSettings) -> str | None:
+    """Whose output is not finite in this micro-batch, and what to try."""
+    targets = compute_targets(parts.teachers, ready, batch, parts.recipe.loss)
+    for index, (_, target) in enumerate(targets):
+        if what := target.not_finite():
+            return f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"
+    with parts.autocast():
+        value, _ = parts.module(batch, targets, batch.supervised_tokens, settings)
+    if torch.isfinite(value):
+        return None
+    return "the student's own output is not finite: try a lower train.optimizer.lr, or precision fp32"
+
+
+def refuse_broken_weights(module: nn.Module, step: int) -> None:
+    """Weights that are NaN or infinite are not saved over those that were not."""
+    bad = [name for name, p in module.named_parameters() if not torch.isfinite(p).all()]
+    if bad:
+        raise PotstillError(
+            f"step {step} left weights in the student that are not finite ({bad[0]}): try a lower train.optimizer.lr or a "
+            "longer train.lr_schedule.warmup_steps; the last checkpoint is untouched"
+        )

@@ -27,7 +27,8 @@ Targets = Sequence[tuple[float | Tensor, Target]]  # with the weight of each, or
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The loss of one optimizer step: the recipe's loss section with its schedules read off."""
+    """The loss of one optimizer step: the recipe's loss section with its schedules read off, in the words of
+    `fused_linear_kd` and of `policy_gradient_kl`."""
 
     divergence: str
     beta: float
@@ -63,19 +64,8 @@ class StudentLoss(nn.Module):
         if settings.divergence == "policy_gradient_kl":
             out, score = _policy_gradient(own, batch, targets, row_weight, settings)
         else:
-            out = _fused(
-                own,
-                batch,
-                targets,
-                row_weight,
-                divergence=settings.divergence,
-                temperature=settings.temperature,
-                beta=settings.beta,
-                alpha=settings.alpha,
-                kd_weight=settings.kd_weight,
-                ce_weight=_ce_weight(batch, settings),
-                entropy_gate=settings.entropy_gate,
-            )
+            options = {key: value for key, value in vars(settings).items() if key not in ("discount", "ratio_clip")}
+            out = _fused(own, batch, targets, row_weight, **options | {"ce_weight": _ce_weight(batch, settings)})
         sums = {"loss": out.loss, "kd": out.kd.sum(), "ce": out.ce.sum()}
         if batch.rows.behaviour is not None:
             sums |= _on_policy_sums(out.ce, batch.rows.behaviour, score)
