@@ -47,7 +47,7 @@ class StudentConfig(Section):
             raise ValueError(f"give exactly one of model, from and config (given: {', '.join(given) or 'none'})")
         if bool(self.from_) != bool(self.layers):
             raise ValueError("`from` and `layers` go together: from: MODEL, layers: [0, 2, 4]")
-        if self.config is not None and "model_type" not in self.config:
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("config needs a model_type, such as llama or gpt2")
         if self.config is not None and self.tokenizer is None:
             raise ValueError("a fresh model (config) needs a tokenizer")

@@ -172,6 +172,7 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
         ({"student": {"from": "b"}}, "student: `from` and `layers` go together"),
         ({"student": {"model": "b", "layers": [0]}}, "student: `from` and `layers` go together"),
         ({"student": {"config": {"hidden_size": 8}, "tokenizer": "t"}}, "student: config needs a model_type"),
+        ({"student": {"config": {"model_type": []}, "tokenizer": "t"}}, "student: config needs a model_type"),
         ({"student": {"config": {"model_type": "llama"}}}, "student: a fresh model (config) needs a tokenizer"),
         ({"data": {"sources": [{}]}}, "data.sources[0]: give exactly one of files and dataset"),
         ({"data": {"sources": [{"files": "a", "dataset": "b"}]}}, "give exactly one of files and dataset"),
