@@ -24,12 +24,12 @@ from cache_content import content
 
 from potstill import files
 from potstill.cache import build as building
-from potstill.cache import store
+from potstill.cache import manifest, store
 from potstill.cache.build import CacheWriter, build
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
 from potstill.models import load_teacher
 
-TRACED = {module.__file__ for module in (files, store, building)}
+TRACED = {module.__file__ for module in (files, manifest, store, building)}
 
 
 class Builds:

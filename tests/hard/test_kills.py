@@ -18,7 +18,13 @@ from potstill.files import damage
 OPTIONS = ["train.steps=16", "checkpoint.every=2"]
 WRITES = {"on_policy_fraction": 0.7, "prompt_tokens": 6, "sampling": {"max_new_tokens": 8}}
 # Whose lines are counted: half of the kills come at one of them, on whatever thread it is
-WRITERS = ("potstill.files", "potstill.training.checkpoint", "potstill.training.logging", "potstill.cache.store")
+WRITERS = (
+    "potstill.files",
+    "potstill.training.checkpoint",
+    "potstill.training.logging",
+    "potstill.cache.manifest",
+    "potstill.cache.store",
+)
 
 
 @dataclass(frozen=True)
