@@ -6,7 +6,6 @@ build that was killed, or spread over other processes, ends with the same conten
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -23,7 +22,7 @@ import numpy as np
 
 from potstill.cache.document import NOTHING
 from potstill.cache.kinds import Signal
-from potstill.cache.manifest import HEAD, PROBE, TOKENIZER, new_manifest, part, read_manifest
+from potstill.cache.manifest import HEAD, TOKENIZER, new_manifest, read_manifest
 from potstill.cache.origin import CLOSE, LiveOrigin, Origin, save_head
 from potstill.cache.reading import TeacherText, as_cached, chat_kwargs, examples_of
 from potstill.cache.store import Cache, adopt, begun_cache, create
@@ -79,14 +78,16 @@ class CacheWriter:
             tokenizer=found.tokenizer,
             chat={"template": found.template, "kwargs": kwargs},
             piece_bytes=data.cut_bytes,
+            probe=None if origin.probe is None else list(origin.probe),
         )
         self.writer = create(folder, manifest, self._beside)
         self.writer.shard_seconds = shard_seconds
-        try:
-            self._check_probe(folder)
-        except PotstillError:
+        if not _same_model(self.writer.manifest.probe, origin.probe):
             self.writer.close()
-            raise
+            raise PotstillError(
+                f"{folder} was built with another model than the server has now, though both are called {found.name}: "
+                "choose another folder"
+            )
         self.unpredictable = 0
         self._rest = np.zeros(2)  # rows, and the sum of their rests' masses
         self._worker = ThreadPoolExecutor(1, "writer")
@@ -99,24 +100,6 @@ class CacheWriter:
         self.origin.tokenizer.save_pretrained(folder / TOKENIZER)
         if self.form.has_head:
             save_head(self.origin.head(self.form.vocabulary), folder / HEAD)
-        if self.origin.probe is not None:
-            (folder / PROBE).write_text(json.dumps(list(self.origin.probe)), encoding="utf-8")
-
-    def _check_probe(self, folder: Path) -> None:
-        """That a server whose model has no fingerprint says of a text what it said when the cache was begun."""
-        path = part(folder, PROBE)
-        if self.origin.probe is None or not path.exists():
-            return
-        try:
-            before = np.array(json.loads(path.read_text(encoding="utf-8")), dtype=np.float64)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise PotstillError(f"{path} is not what potstill wrote ({error}): choose another folder") from error
-        now = np.array(self.origin.probe)
-        if before.shape != now.shape or float(np.abs(before - now).mean()) > CLOSE:
-            raise PotstillError(
-                f"{folder} was built with another model than the server has now, though both are called "
-                f"{self.origin.identity.name}: choose another folder"
-            )
 
     def add(self, texts: Sequence[Example], batch_tokens: int = BATCH_TOKENS) -> None:
         """Compute some documents. No more than a few batches wait to be written."""
@@ -198,6 +181,13 @@ class CacheWriter:
             self.origin.close()  # first: what waits for a server would hold the worker up
             self._worker.shutdown()
             self.writer.close()
+
+
+def _same_model(before: Sequence[float] | None, now: Sequence[float] | None) -> bool:
+    """Whether a server whose model has no fingerprint says of a text what it said when the cache was begun."""
+    if before is None or now is None:
+        return True
+    return len(before) == len(now) and float(np.abs(np.subtract(before, now)).mean()) <= CLOSE
 
 
 def build(

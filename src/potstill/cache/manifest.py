@@ -22,8 +22,7 @@ FORMAT, VERSION = "potstill cache", 2
 IMPORTED = "imported"  # in place of the fingerprint of weights that potstill never saw
 SHARD = re.compile(r"shard-([0-9]{1,15})-([0-9a-f]{8})\.safetensors")  # bytes, crc32
 HEAD, TOKENIZER = "head.safetensors", "tokenizer"
-PROBE = "probe.json"  # of a server that does not say what its weights are: see openai.py
-BESIDE = re.compile(rf"{re.escape(HEAD)}|{re.escape(PROBE)}|{TOKENIZER}(/\w[\w .-]*){{1,2}}")
+BESIDE = re.compile(rf"{re.escape(HEAD)}|{TOKENIZER}(/\w[\w .-]*){{1,2}}")
 
 
 def _plain(text: str) -> str:
@@ -79,6 +78,7 @@ class Manifest(_Checked):
     chat: Chat
     piece_bytes: Annotated[int, Field(ge=1, lt=2**63)]
     imported: Import | None = None
+    probe: list[float] | None = None  # of a server that does not say what its weights are: see openai.py
     files: dict[str, dict[str, Count]]  # size and crc32
     shards: dict[str, ListedShard]
 

@@ -156,7 +156,8 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.close = weakref.finalize(self, os.close, lock(folder / WRITERS, fcntl.LOCK_SH))
-        self.identity = read_manifest(folder).identity
+        self.manifest = read_manifest(folder)
+        self.identity = self.manifest.identity
         self.documents = self.tokens = self.bytes = 0  # that were added, as rows
         self.size = 0
         self.shard_seconds = math.inf  # after which what waits is due

@@ -198,10 +198,22 @@ def test_a_head_is_read_from_the_cache_alone_and_has_a_checksum(teacher, data, t
 
 
 def test_names_that_a_writer_gives(tmp_path):
-    good = ["head.safetensors", "probe.json", "tokenizer/tokenizer.json", "shard-12-0123abcd.safetensors", MANIFEST]
+    good = ["head.safetensors", "tokenizer/tokenizer.json", "shard-12-0123abcd.safetensors", MANIFEST]
     good += ["tokenizer/additional_chat_templates/tool_use.jinja", "tokenizer/chat_template.jinja"]
     assert [part(tmp_path, name) for name in good] == [tmp_path / name for name in good]
-    bad = ["", ".", "..", "/", "tokenizer", "tokenizer/", "tokenizer//x", "tokenizer/..", "tokenizer/x/../y", "x.json"]
+    bad = [
+        "",
+        ".",
+        "..",
+        "/",
+        "tokenizer",
+        "tokenizer/",
+        "tokenizer//x",
+        "tokenizer/..",
+        "tokenizer/x/../y",
+        "x.json",
+        "probe.json",
+    ]
     bad += ["tokenizer/x\n", "head.safetensors\n", "HEAD.safetensors", "shard-²-0123abcd.safetensors", "tokenizer\\x"]
     bad += ["tokenizer/a/b/c", "tokenizer/-\0", "~/x", "shard-1-0123ABCD.safetensors", ".lock"]
     for name in bad:
