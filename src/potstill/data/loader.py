@@ -140,9 +140,12 @@ class StepBatches:
             if not done:
                 counts.update(group.dropped)
             for number, rows in enumerate(group.steps[done:], done + 1):
-                batches = self._batches(rows)
-                items = list(chain(*rows))
-                counts.update(_counted(items, batches))
+                batches, items = self._batches(rows), list(chain(*rows))
+                for item in items:
+                    counts.update(_counted(item.encoded))
+                tokens = sum(item.encoded.length for item in items)
+                counts["supervised_tokens"] += sum(batch.supervised_tokens for batch in batches)
+                counts["padding_tokens"] += sum(batch.input_ids.numel() for batch in batches) - tokens
                 totals = {name: counts[name] for name in COUNTS}
                 state = group.after if number == len(group.steps) else {**group.before, "steps": number}
                 state = {**state, "counts": totals, "fingerprints": self._fingerprints}
@@ -195,7 +198,7 @@ class StepBatches:
                 epoch, barren = item.place.epoch, None
                 continue
             items.take()
-            dropped.update(_counted_dropped(item.encoded))
+            dropped.update(_counted(item.encoded))
             barren = item.place.epoch if barren is None else barren
             if item.place.epoch > barren + 1:
                 raise PotstillError(_nothing_left(self._key, dropped))
@@ -274,29 +277,15 @@ class Items:
         return {"start": start, "read": 0, "left": []}
 
 
-def _counted(items: Sequence[Item], batches: Sequence[Batch]) -> dict[str, int]:
-    encoded = [item.encoded for item in items]
-    tokens = sum(one.length for one in encoded)
-    begun = [one for one in encoded if not one.continues]
+def _counted(encoded: Encoded) -> dict[str, int]:
+    kept, begun = encoded.kept, not encoded.continues
     return {
-        "documents": sum(one.raw.first for one in begun),
-        "examples": len(begun),
-        "tokens": tokens,
-        "supervised_tokens": sum(batch.supervised_tokens for batch in batches),
-        "padding_tokens": sum(batch.input_ids.numel() for batch in batches) - tokens,
-        "cut_examples": sum(one.cut > 0 for one in encoded),
-        "cut_tokens": sum(one.cut for one in encoded),
-        "split_conversations": sum(one.raw.split for one in begun),
-    }
-
-
-def _counted_dropped(encoded: Encoded) -> dict[str, int]:
-    return {
-        "documents": int(encoded.raw.first),
-        "dropped_examples": 1,
-        "dropped_tokens": encoded.length,
-        "cut_tokens": encoded.cut,
+        "documents": int(begun and encoded.raw.first),
+        "examples" if kept else "dropped_examples": int(begun),
+        "tokens" if kept else "dropped_tokens": encoded.length,
         "cut_examples": int(encoded.cut > 0),
+        "cut_tokens": encoded.cut,
+        "split_conversations": int(begun and kept and encoded.raw.split),
     }
 
 
@@ -382,7 +371,7 @@ class PreparedStep:
     ready: Sequence[Sequence[Any]]
 
 
-class Feed:
+class Feed(ExitStack):
     """An iterator of prepared step batches, of a data set (`StepBatches`) or of rollouts: teachers prepare the next ones, on
     `workers` threads, while the present one trains. `counts`: of what went before. `interrupted`: asked now and then whether
     to stop waiting (StoppedWaiting)."""
@@ -396,21 +385,21 @@ class Feed:
         workers: int = 1,
         interrupted: Interrupted = lambda: False,
     ) -> None:
+        super().__init__()
         self._teachers, self._interrupted = teachers, interrupted
         self._rollouts = None if isinstance(steps, StepBatches) else steps
         self.notes: Sequence[str] = () if self._rollouts is None else self._rollouts.notes
-        self._stack = ExitStack()
         # All that a step batch asks of servers is under way at once.
         self._pool = ThreadPoolExecutor(max([workers, *(teacher.ahead for teacher in teachers)]), "prepare")
-        self._stack.callback(self._pool.shutdown, cancel_futures=True)
+        self.callback(self._pool.shutdown, cancel_futures=True)
         if isinstance(steps, StepBatches):
             left = without_missing(steps, teachers, counts or {})
-            read = self._stack.enter_context(Prefetched(left, depth=steps.group_steps))
+            read = self.enter_context(Prefetched(left, depth=steps.group_steps))
             begun = Prefetched((self._begin(step) for step in read), depth=workers, interrupted=interrupted)
-            self._prepared: Iterator[PreparedStep] = self._stack.enter_context(begun)
+            self._prepared: Iterator[PreparedStep] = self.enter_context(begun)
         else:
             self._prepared = self._written(steps)
-            self._stack.callback(steps.close)
+            self.callback(steps.close)
 
     def __iter__(self) -> Iterator[PreparedStep]:
         return self
@@ -439,12 +428,3 @@ class Feed:
         """Put what was written, and is still to be trained on after `state`, into a checkpoint."""
         if self._rollouts is not None:
             self._rollouts.save(folder, state)
-
-    def close(self) -> None:
-        self._stack.close()
-
-    def __enter__(self) -> Feed:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from potstill.types import PotstillError
 
 Record = dict[str, Any]
 Position = tuple[int, int]
+Records = Iterator[tuple[int, Record, str]]  # numbered, with where each is
+ROLES = ("prompt", "completion", "messages", "tools")  # keys of the recipe that name columns; else it is text
 
 
 def generator(seed: int, *words: int) -> np.random.Generator:
@@ -38,13 +41,17 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _said(error: Exception) -> str:
-    """The same with the error's kind, which says more than a bare key or number does."""
-    return (
-        first_line(error)
-        if isinstance(error, OSError | pa.ArrowException)
-        else f"{type(error).__name__}: {first_line(error)}"
-    )
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Damage in a file can be anything to the library that reads it, and so can what a network does."""
+    try:
+        yield
+    except PotstillError:
+        raise
+    except Exception as error:
+        # The error's kind says more than a bare key or number does.
+        kind = "" if isinstance(error, OSError | pa.ArrowException) else f"{type(error).__name__}: "
+        raise PotstillError(f"{what} cannot be read: {kind}{first_line(error)}") from error
 
 
 class Source:
@@ -53,29 +60,24 @@ class Source:
     def __init__(
         self, config: SourceConfig, key: str, *, seed: int, shuffle: bool, further: Sequence[str] = ()
     ) -> None:
-        self.config = config
-        self.key = key
-        self.seed = seed
-        self.shuffle = shuffle
-        self.columns = dict.fromkeys(further, "columns") | _columns(config)
+        self.config, self.key, self.seed, self.shuffle = config, key, seed, shuffle
+        named = {column: role for role in ROLES if (column := getattr(config, role)) is not None}
+        self.columns = dict.fromkeys(further, "columns") | (named or {config.text or "text": "text"})
         self._dataset: Any = None
-        self._unchecked: Unchecked | None = None
         self._dataset_fingerprint = ""
+        self._unchecked: Unchecked | None = None
         self._paths = _paths(config.files, key) if config.files is not None else []
         # A saved folder is here already, and has to be checked before it is read: see Unchecked.
-        self._streams = config.streaming and not (config.dataset is not None and _is_saved(_folder(config)))
+        self._saved = config.dataset is not None and _is_saved(_folder(config.dataset))
+        self._streams = config.streaming and not self._saved
 
     def records(self, epoch: int, start: Position = (0, 0)) -> Iterator[tuple[Record, str, Position]]:
         """The records of `epoch` from `start` on: each with where it is (for messages) and its own position."""
-        if self.config.dataset is not None:
-            name = self.config.dataset
-            try:
+        name = self.config.dataset
+        if name is not None:
+            with _reading(f"{self.key}.dataset: {name}"):
                 for number, record, where in self._from_dataset(name, epoch, start[1]):
-                    yield record, where, (0, number)
-            except PotstillError:
-                raise
-            except Exception as error:  # whatever the network or the data set's own files raise
-                raise PotstillError(f"{self.key}.dataset: {name} cannot be read: {_said(error)}") from error
+                    yield self._without_padding(record), where, (0, number)
             return
         order = np.arange(len(self._paths))
         if self.shuffle:
@@ -83,12 +85,13 @@ class Source:
         offered = self.config.tools is None or start != (0, 0)
         for part in range(start[0], len(order)):
             path = self._paths[int(order[part])]
-            skip = start[1] if part == start[0] else 0
-            for number, record, where in self._from_file(path, skip):
-                offered = offered or self.config.tools in record
-                record = self._with_tools(record)
-                self.check_columns(record, where)
-                yield record, where, (part, number)
+            suffix, skip = _suffix(path), start[1] if part == start[0] else 0
+            with _reading(f"{self.key}.files: {path}"):
+                for number, record, where in READERS[suffix](path, skip, self):
+                    offered = offered or self.config.tools in record
+                    record = self._without_padding(record) if suffix in COLUMNAR else self._with_tools(record)
+                    self.check_columns(record, where)
+                    yield record, where, (part, number)
         if not offered:
             raise PotstillError(
                 f"{self.key}.tools: no record has a column {self.config.tools}; leave tools out, or mend its name"
@@ -97,21 +100,23 @@ class Source:
     def _with_tools(self, record: Record) -> Record:
         """A record of JSON may leave its tools out. One that has a column of nearly that name is left as it is, and refused."""
         column = self.config.tools
-        if (
-            column is None
-            or column in record
-            or difflib.get_close_matches(column, set(record) - set(self.columns), 1, 0.7)
-        ):
+        if column is None or column in record:
             return record
-        return {**record, column: None}
+        near = difflib.get_close_matches(column, set(record) - set(self.columns), 1, 0.7)
+        return record if near else {**record, column: None}
+
+    def _without_padding(self, record: Record) -> Record:
+        """Columns of one type give every message and every tool the keys of all others, with null as their value."""
+        nested = ("messages", "tools")
+        return {c: _without_nulls(v) if self.columns.get(c) in nested else v for c, v in record.items()}
 
     def fingerprint(self) -> str | None:
         """What is to be read, short, to notice that it has changed; None of a stream, which shows only what it gives."""
         if self.config.streaming:
             return None
         if self.config.dataset is not None:
-            rows = self._opened(self.config.dataset)
-            return f"{len(rows)} rows, {self._dataset_fingerprint}"
+            rows = len(self._opened(self.config.dataset))
+            return f"{rows} rows, {self._dataset_fingerprint}"
         files = [(os.path.basename(path), os.path.getsize(path), self._rows_of(path)) for path in self._paths]
         digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
         total = sum(size for _, size, _ in files)
@@ -121,42 +126,30 @@ class Source:
         """Of a parquet file, which says so in its last bytes."""
         if _suffix(path) != ".parquet":
             return None
-        try:
+        with _reading(f"{self.key}.files: {path}"):
             return int(pq.read_metadata(path).num_rows)
-        except Exception as error:
-            raise PotstillError(f"{self.key}.files: {path} cannot be read: {_said(error)}") from error
 
     def _opened(self, name: str) -> Any:
         if self._dataset is None:
-            dataset = _load_dataset(self.config, self.key)
+            dataset = _load_dataset(self.config, name, self.key)
             if not self._streams:
                 self._dataset_fingerprint = dataset._fingerprint  # of all columns, before some are chosen
             if dataset.column_names is not None:
                 self.check_columns(dataset.column_names, f"the data set {name}")
                 dataset = dataset.select_columns(list(self.columns))
-            if _is_saved(_folder(self.config)):
-                self._unchecked = Unchecked(dataset)
+            self._unchecked = Unchecked(dataset) if self._saved else None
             self._dataset = dataset
         return self._dataset
 
-    def _from_file(self, path: str, skip: int) -> Iterator[tuple[int, Record, str]]:
-        read = READERS[_suffix(path)]
-        try:
-            for number, record, where in read(path, skip, list(self.columns), self):
-                yield number, self._without_padding(record) if _suffix(path) in COLUMNAR else record, where
-        except PotstillError:
-            raise
-        except Exception as error:  # damage in a file can be anything to the library that reads it
-            raise PotstillError(f"{self.key}.files: {path} cannot be read: {_said(error)}") from error
-
-    def _from_dataset(self, name: str, epoch: int, start: int) -> Iterator[tuple[int, Record, str]]:
+    def _from_dataset(self, name: str, epoch: int, start: int) -> Records:
         dataset = self._opened(name)
         if self._streams:
-            rows = dataset.shuffle(seed=_word(self.seed, epoch), buffer_size=1) if self.shuffle else dataset
+            seed = int(generator(self.seed, 1, epoch).integers(2**31))
+            rows = dataset.shuffle(seed=seed, buffer_size=1) if self.shuffle else dataset
             for number, record in enumerate(rows.skip(start) if start else rows, start):
                 where = f"{name}, record {number + 1}"
                 self.check_columns(record, where)
-                yield number, self._without_padding(record), where
+                yield number, record, where
             return
         size = len(dataset)
         order = generator(self.seed, 2, epoch).permutation(size) if self.shuffle else np.arange(size)
@@ -166,37 +159,16 @@ class Source:
                 self._unchecked.check(rows_here)
             columns = dataset[rows_here.tolist()]
             for offset, row in enumerate(rows_here.tolist()):
-                record = {c: columns[c][offset] for c in self.columns}
-                yield begin + offset, self._without_padding(record), f"{name}, record {row + 1}"
+                yield begin + offset, {c: columns[c][offset] for c in self.columns}, f"{name}, record {row + 1}"
 
     def check_columns(self, there: Collection[str], where: str) -> None:
         """Every column the recipe names is there, or one sentence that says what is there instead."""
         for column, role in self.columns.items():
             if column not in there:
-                raise PotstillError(self._missing(column, role, list(there), where))
-
-    def _without_padding(self, record: Record) -> Record:
-        """VocabShard of one type give every message and every tool the keys of all others, with null as their value."""
-        nested = ("messages", "tools")
-        return {c: _without_nulls(v) if self.columns.get(c) in nested else v for c, v in record.items()}
-
-    def _missing(self, column: str, role: str, there: Sequence[str], where: str) -> str:
-        near = difflib.get_close_matches(column, there, 1, 0.5)
-        hint = f"; did you mean {role}: {near[0]}?" if near else f"; set {role} to one of them"
-        listed = ", ".join(there) or "none at all"
-        return f"{self.key}.{role}: {where} has no column {column} (there: {listed}){hint}"
-
-
-def _columns(config: SourceConfig) -> dict[str, str]:
-    """The columns to read, each with the recipe key that names it."""
-    named = {
-        "prompt": config.prompt,
-        "completion": config.completion,
-        "messages": config.messages,
-        "tools": config.tools,
-    }
-    columns = {column: role for role, column in named.items() if column is not None}
-    return columns or {config.text or "text": "text"}
+                near = difflib.get_close_matches(column, there, 1, 0.5)
+                hint = f"did you mean {role}: {near[0]}?" if near else f"set {role} to one of them"
+                listed = ", ".join(there) or "none at all"
+                raise PotstillError(f"{self.key}.{role}: {where} has no column {column} (there: {listed}); {hint}")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -205,10 +177,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(v) for v in value]
     return value
-
-
-def _word(seed: int, epoch: int) -> int:
-    return int(generator(seed, 1, epoch).integers(2**31))
 
 
 def _paths(files: str | list[str], key: str) -> list[str]:
@@ -241,7 +209,7 @@ def _suffix(path: str) -> str:
     return os.path.splitext(stem)[1] + ending if ending == ".gz" else ending
 
 
-def _read_lines(path: str, skip: int, columns: list[str], source: Source) -> Iterator[tuple[int, Record, str]]:
+def _read_lines(path: str, skip: int, source: Source) -> Records:
     with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
         number = 0
         for line_number, line in enumerate(file, 1):
@@ -252,27 +220,29 @@ def _read_lines(path: str, skip: int, columns: list[str], source: Source) -> Ite
             number += 1
             if number > skip:
                 where = f"{path}, line {line_number}"
-                yield number - 1, _parse(line, where), where
+                try:
+                    record = json.loads(line)
+                except UnicodeDecodeError as error:
+                    raise PotstillError(
+                        f"{where} is not UTF-8 ({first_line(error)}); save the file as UTF-8"
+                    ) from error
+                except (ValueError, RecursionError) as error:
+                    raise PotstillError(f"{where} is not JSON: {first_line(error)}") from error
+                yield number - 1, _record(record, where), where
 
 
-def _parse(line: bytes, where: str) -> Record:
-    try:
-        record = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise PotstillError(f"{where} is not UTF-8 ({first_line(error)}); save the file as UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise PotstillError(f"{where} is not JSON: {first_line(error)}") from error
-    if not isinstance(record, dict):
-        raise PotstillError(f"{where} holds a {type(record).__name__} where a record {{…}} was expected")
-    return record
+def _record(value: Any, where: str) -> Record:
+    if not isinstance(value, dict):
+        raise PotstillError(f"{where} holds a {type(value).__name__} where a record {{…}} was expected")
+    return value
 
 
-def _read_json(path: str, skip: int, columns: list[str], source: Source) -> Iterator[tuple[int, Record, str]]:
+def _read_json(path: str, skip: int, source: Source) -> Records:
     """A `.json` file is lines of records, or one list of them, which is read whole."""
     with open(path, "rb") as file:
         head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not head.startswith(b"["):
-            yield from _read_lines(path, skip, columns, source)
+            yield from _read_lines(path, skip, source)
             return
         file.seek(0)
         try:
@@ -281,12 +251,10 @@ def _read_json(path: str, skip: int, columns: list[str], source: Source) -> Iter
             raise PotstillError(f"{path} is not JSON: {first_line(error)}") from error
     for number, record in enumerate(records[skip:], skip):
         where = f"{path}, record {number + 1}"
-        if not isinstance(record, dict):
-            raise PotstillError(f"{where} holds a {type(record).__name__} where a record {{…}} was expected")
-        yield number, record, where
+        yield number, _record(record, where), where
 
 
-def _read_text(path: str, skip: int, columns: list[str], source: Source) -> Iterator[tuple[int, Record, str]]:
+def _read_text(path: str, skip: int, source: Source) -> Records:
     """A `.txt` file is one document."""
     if skip:
         return
@@ -298,19 +266,19 @@ def _read_text(path: str, skip: int, columns: list[str], source: Source) -> Iter
         raise PotstillError(f"{path} is not UTF-8 ({first_line(error)}); save it as UTF-8") from error
 
 
-def _read_parquet(path: str, skip: int, columns: list[str], source: Source) -> Iterator[tuple[int, Record, str]]:
+def _read_parquet(path: str, skip: int, source: Source) -> Records:
     with pq.ParquetFile(path) as file:
         source.check_columns(file.schema_arrow.names, path)
         first = 0
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
             if first + rows > skip:
-                batches = file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns)
+                batches = file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(source.columns))
                 yield from rows_of(batches, first, skip, path)
             first += rows
 
 
-def _read_arrow(path: str, skip: int, columns: list[str], source: Source) -> Iterator[tuple[int, Record, str]]:
+def _read_arrow(path: str, skip: int, source: Source) -> Records:
     with pa.memory_map(path) as file:  # a batch may be as large as the file: it is not held, but paged in and out
         try:
             reader: Any = pa.ipc.open_file(file)
@@ -320,7 +288,7 @@ def _read_arrow(path: str, skip: int, columns: list[str], source: Source) -> Ite
             reader = pa.ipc.open_stream(file)
             batches = iter(reader)
         source.check_columns(reader.schema.names, path)
-        yield from rows_of((batch.select(columns) for batch in batches), 0, skip, path)
+        yield from rows_of((batch.select(list(source.columns)) for batch in batches), 0, skip, path)
 
 
 READERS = {
@@ -334,9 +302,8 @@ READERS = {
 COLUMNAR = (".parquet", ".arrow")
 
 
-def _folder(config: SourceConfig) -> str:
-    assert config.dataset is not None
-    return os.path.expanduser(locate(config.dataset))
+def _folder(dataset: str) -> str:
+    return os.path.expanduser(locate(dataset))
 
 
 def _is_saved(path: str) -> bool:
@@ -344,10 +311,10 @@ def _is_saved(path: str) -> bool:
     return any(os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
 
 
-def _load_dataset(config: SourceConfig, key: str) -> Any:
+def _load_dataset(config: SourceConfig, name: str, key: str) -> Any:
     import datasets  # here, because importing it takes seconds and most runs read files
 
-    path = _folder(config)
+    path = _folder(name)
     try:
         if _is_saved(path):
             loaded = datasets.load_from_disk(path)
@@ -356,9 +323,7 @@ def _load_dataset(config: SourceConfig, key: str) -> Any:
                 path, config.name, split=config.split, revision=config.revision, streaming=config.streaming
             )
     except Exception as error:  # whatever the hub, the network or the data set's own files raise
-        raise PotstillError(
-            f"{key}.dataset: cannot load {config.dataset} (split {config.split}): {first_line(error)}"
-        ) from error
+        raise PotstillError(f"{key}.dataset: cannot load {name} (split {config.split}): {first_line(error)}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if config.split not in loaded:
             raise PotstillError(f"{key}.split: {path} has no split {config.split} (there: {', '.join(loaded)})")

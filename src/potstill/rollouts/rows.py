@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -31,38 +32,25 @@ class Kept:
         taken = inspect.signature(self._backbone.forward).parameters
         every = any(each.kind is each.VAR_KEYWORD for each in taken.values())
         self._takes = [name for name in ("attention_mask", "position_ids") if every or name in taken]
-        self._cache: Any = None
-        # Named otherwise, it is of the model's own kind, and the first pass makes it.
+        # Named otherwise, the cache is of the model's own kind, and the first pass makes it.
         self._cache_name = next((name for name in ("cache_params", "state") if name in taken), "past_key_values")
-        if self._cache_name == "past_key_values":
-            self._cache = DynamicCache(config=writer.model.config)
-            for i, layer in enumerate(self._cache.layers):
-                if type(layer) is DynamicLayer:
-                    self._cache.layers[i] = _RoomyLayer()
+        self._cache: Any = _roomy_cache(writer.model.config) if self._cache_name == "past_key_values" else None
         if not selects:  # states inside the model: a pass without a cache makes it forget them
             self._backbone(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
         # Several texts of one prompt: it is read once, where rows can be chosen afterwards.
-        keys = [ask.ids.tobytes() if selects else i for i, ask in enumerate(asked)]
-        prompts = dict(zip(keys, (ask.ids for ask in asked), strict=True))
-        place = {key: i for i, key in enumerate(prompts)}
-        widest = max(len(ids) for ids in prompts.values())
-        ids = np.zeros((len(prompts), widest), dtype=np.int64)
-        there = np.zeros((len(prompts), widest), dtype=np.int64)
-        for i, prompt in enumerate(prompts.values()):
-            ids[i, widest - len(prompt) :] = prompt
-            there[i, widest - len(prompt) :] = 1
+        places: dict[bytes | int, int] = {}
+        owner = [places.setdefault(ask.ids.tobytes() if selects else i, len(places)) for i, ask in enumerate(asked)]
+        ids, there = _left_padded([asked[owner.index(place)].ids for place in places.values()])
         self.rows = torch.arange(len(asked), device=device)
         # Without padding the model needs no mask, and its fastest attention can run.
         self._mask: Tensor | None = None if there.all() else torch.from_numpy(there).to(device)
         self._next = torch.from_numpy(there.sum(-1)).to(device)  # position of the next token
         positions = torch.from_numpy(np.maximum(there.cumsum(-1) - 1, 0)).to(device)
-        hidden = self._forward(torch.from_numpy(ids).to(device), positions)
-        owner = torch.tensor([place[key] for key in keys], device=device)
-        if len(prompts) == len(asked) and bool((owner == self.rows).all()):
-            self.hidden = hidden
-        else:
-            self._choose(owner)
-            self.hidden = hidden[owner]
+        self.hidden = self._forward(torch.from_numpy(ids).to(device), positions)
+        if len(places) < len(asked):
+            index = torch.tensor(owner, device=device)
+            self._choose(index)
+            self.hidden = self.hidden[index]
 
     def step(self, chosen: Tensor) -> None:
         if self._mask is not None:
@@ -114,6 +102,20 @@ class Reread:
 
     def keep(self, rows: Tensor) -> None:
         self.rows, self._ids = self.rows[rows], self._ids[rows]
+
+
+def _roomy_cache(config: Any) -> DynamicCache:
+    cache = DynamicCache(config=config)
+    cache.layers[:] = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def _left_padded(prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Prompts as rows of one width, and 1 where there is a token of theirs."""
+    ids, there = np.zeros((2, len(prompts), max(len(prompt) for prompt in prompts)), dtype=np.int64)
+    for row, mask, prompt in zip(ids, there, prompts, strict=True):
+        row[-len(prompt) :], mask[-len(prompt) :] = prompt, 1
+    return ids, there
 
 
 def _rows_of(value: Any, index: Tensor, rows: int) -> Any:

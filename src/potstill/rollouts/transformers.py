@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -108,26 +109,20 @@ class TransformersEngine:
         self, asked: Sequence[GenerationRequest], most: Sequence[int], way: Way, autocast: Any
     ) -> list[Completion]:
         """`most`: tokens of each text."""
-        found: list[Completion | None] = [None] * len(asked)
+        found: dict[int, Completion] = {}
         with _writing(self._writer.model), autocast():
             for some in self._parts(asked, way):
-                texts = self._write([asked[i] for i in some], [most[i] for i in some], way)
-                for i, written in zip(some, texts, strict=True):
-                    found[i] = written
-        return [written for written in found if written is not None]
+                found.update(
+                    zip(some, self._write([asked[i] for i in some], [most[i] for i in some], way), strict=True)
+                )
+        return [found[i] for i in range(len(asked))]
 
-    def _parts(self, asked: Sequence[GenerationRequest], way: Way) -> Iterator[list[int]]:
+    def _parts(self, asked: Sequence[GenerationRequest], way: Way) -> list[list[int]]:
         """What is written at once: prompts of like lengths; of equal ones, where the model reads padding as text."""
         order = sorted(range(len(asked)), key=lambda i: (len(asked[i].ids), asked[i].ids.tobytes()))
-        part: list[int] = []
-        for i in order:
-            other = part and not way.pads and len(asked[part[0]].ids) != len(asked[i].ids)
-            if len(part) == self._batch_size or other:
-                yield part
-                part = []
-            part.append(i)
-        if part:
-            yield part
+        groups = [order] if way.pads else [list(each) for _, each in groupby(order, lambda i: len(asked[i].ids))]
+        size = self._batch_size
+        return [group[i : i + size] for group in groups for i in range(0, len(group), size)]
 
     def _write(self, asked: Sequence[GenerationRequest], most: Sequence[int], way: Way) -> list[Completion]:
         device = self._writer.model.device
