@@ -38,7 +38,7 @@ RACES = {
     "unit/serving/test_http.py": "",
     "unit/evals/test_eval_command.py": "server|served",
     "unit/evals/test_fidelity.py": "server|served|fails|failure|loses",
-    "unit/data/test_pipeline.py": "prefetched",
+    "unit/data/test_loader.py": "prefetched",
     "unit/evals/test_reference.py": "server",
     "unit/teachers/test_remote_teacher.py": "",
     "unit/serving/test_openai.py": "",

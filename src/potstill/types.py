@@ -666,7 +666,7 @@ class StepBatch:
 
 
 class RolloutSource(Protocol):
-    """Step batches of text that a model writes while the run goes on. `data.loader.Feed` reads them as it reads a data set."""
+    """Step batches of text that a model writes while the run goes on. `data.feed.Feed` reads them as it reads a data set."""
 
     @property
     def waiting(self) -> int:

@@ -2,8 +2,9 @@
 
 from potstill.data.encoding import Encoded, Encoder, around, untrimmed
 from potstill.data.examples import example_maker, ids_key, json_key
+from potstill.data.feed import Feed, PreparedStep, check_there, count_left
 from potstill.data.layout import collate, pack, without
-from potstill.data.loader import COUNTS, Feed, PreparedStep, StepBatches, check_there, count_left
+from potstill.data.loader import COUNTS, StepBatches
 from potstill.data.prefetch import Prefetched, StoppedWaiting
 from potstill.data.sample import check_lengths, lost_in, with_pieces
 from potstill.data.sources import Source, generator

@@ -1,7 +1,6 @@
-"""From `data:` to the step batches of a run, prepared for its teachers, and back to any of them.
+"""From `data:` to the step batches of a run, and back to any of them.
 
-    sources ─► Examples ─► mixture ─► shuffled blocks ─► tokens ─► groups of step batches ─► StepBatch ─► Feed
-                                                                           rollouts ─► StepBatch ─┘
+    sources ─► Examples ─► mixture ─► shuffled blocks ─► tokens ─► groups of step batches ─► StepBatch
 
 A group is as many examples as fill several step batches. Within it examples are packed, or sorted by length; its step batches
 then come in random order. A state says where the group begins in the stream, and how many of its step batches are done.
@@ -9,24 +8,20 @@ then come in random order. A state says where the group begins in the stream, an
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from potstill.config import DataConfig
 from potstill.data.encoding import Encode, Encoded, Encoder, lengths_only
-from potstill.data.layout import collate, pack, without
-from potstill.data.prefetch import Interrupted, Prefetched, result_of
+from potstill.data.layout import collate, pack
 from potstill.data.sources import generator
 from potstill.data.stream import Place, State, Stream, beginning, open_stream
-from potstill.types import Batch, PotstillError, RolloutSource, StepBatch, Teacher
+from potstill.types import Batch, PotstillError, StepBatch
 
 GROUP_STEPS = 16
 GROUP_TOKENS = 2**20  # a group holds no more, unless one step batch does
@@ -44,9 +39,7 @@ COUNTS = (
     "dropped_tokens",
     "split_conversations",
 )
-SKIPPED = "skipped_examples"
-LOOKED_UP = 10_000  # documents, before a run begins
-NOTHING_LEFT = "data: on_missing is skip, and the cache has none of the documents"
+NOTHING_READ: State = {"read": 0, "left": [], "kept": 0, "group": 0, "steps": 0, "counts": {}}
 
 
 @dataclass(frozen=True)
@@ -103,15 +96,7 @@ class StepBatches:
         self._encode: Encode = Encoder(
             tokenizer, max_length=data.max_length, append_eos=data.append_eos, evaluation=evaluation, key=key
         )
-        self._state = state or {
-            "start": beginning(len(data.sources)),
-            "read": 0,
-            "left": [],
-            "kept": 0,
-            "group": 0,
-            "steps": 0,
-            "counts": {},
-        }
+        self._state = state or {"start": beginning(len(data.sources)), **NOTHING_READ}
         self._stream, self._fingerprints = open_stream(
             data, tokenizer, seed=seed, epochs=epochs, state=state, key=key, changed_data_ok=changed_data_ok
         )
@@ -297,134 +282,3 @@ def _nothing_left(key: str, dropped: Counter[str]) -> str:
         f"{key}.sources: nothing to learn from in any of {count} examples: empty texts, conversations without an "
         f"assistant turn, or prompts of {key}.max_length tokens and more"
     )
-
-
-def without_missing(
-    steps: Iterable[StepBatch], teachers: Sequence[Teacher], counts: Mapping[str, int]
-) -> Iterator[StepBatch]:
-    """Step batches without the documents that a teacher lacks; those of which nothing is left are passed over. `counts`: of
-    what went before."""
-    skipped, unused = counts.get(SKIPPED, 0), 0
-    barren: int | None = None  # the epoch since which nothing was left
-    for step in steps:
-        batches = []
-        for batch in step.batches:
-            missing = sorted({i for teacher in teachers for i in teacher.missing(batch)})
-            skipped += len(missing)
-            batches.append(without(batch, missing) if missing else batch)
-            unused += batch.supervised_tokens - batches[-1].supervised_tokens
-        if not any(batch.supervised_tokens for batch in batches):
-            barren = step.epoch if barren is None else barren
-            if step.epoch > barren + 1:  # it would go on like that for ever
-                raise PotstillError(NOTHING_LEFT)
-            continue
-        barren = None
-        if skipped:
-            totals = {**step.counts, SKIPPED: skipped}
-            totals["supervised_tokens"] -= unused
-            step = replace(step, batches=tuple(batches), counts=totals, state={**step.state, "counts": totals})
-        yield step
-
-
-def check_there(steps: Callable[[], Iterable[StepBatch]], teachers: Sequence[Teacher], most: int) -> None:
-    """Before a run of `most` steps: that a cache with no model beside it has what the run reads first. What is missing later
-    on is told when it is read ahead: to look everything up would be to read the data twice."""
-    fixed = [teacher for teacher in teachers if teacher.fixed]
-    looked_up = 0
-    for step in islice(steps(), most) if fixed else ():
-        examples = [example for batch in step.batches for example in batch.examples]
-        for teacher in fixed:
-            teacher.check_there(examples)
-        looked_up += len(examples)
-        if looked_up >= LOOKED_UP or step.epoch:
-            return
-
-
-def count_left(steps: Iterable[StepBatch], teachers: Sequence[Teacher], progress: Callable[[int], None]) -> int:
-    """How many step batches `without_missing` gives."""
-    total = 0
-    for total, _ in enumerate(without_missing(steps, teachers, {}), 1):
-        progress(total)
-    if not total:
-        raise PotstillError(NOTHING_LEFT)
-    return total
-
-
-class Ready(Sequence[Sequence[Any]]):
-    """For each micro-batch, what each teacher made ready on other threads; waited for where it is read."""
-
-    def __init__(self, futures: Sequence[Sequence[Future[Any]]], interrupted: Interrupted) -> None:
-        self._futures, self._interrupted = futures, interrupted
-
-    def __len__(self) -> int:
-        return len(self._futures)
-
-    def __getitem__(self, index: Any) -> Any:
-        return [result_of(future, self._interrupted) for future in self._futures[index]]
-
-
-@dataclass(frozen=True)
-class PreparedStep:
-    """A step batch, and for each of its micro-batches what each teacher made ready."""
-
-    step: StepBatch
-    ready: Sequence[Sequence[Any]]
-
-
-class Feed(ExitStack):
-    """An iterator of prepared step batches, of a data set (`StepBatches`) or of rollouts: teachers prepare the next ones, on
-    `workers` threads, while the present one trains. `counts`: of what went before. `interrupted`: asked now and then whether
-    to stop waiting (StoppedWaiting)."""
-
-    def __init__(
-        self,
-        steps: StepBatches | RolloutSource,
-        teachers: Sequence[Teacher],
-        counts: Mapping[str, int] | None = None,
-        *,
-        workers: int = 1,
-        interrupted: Interrupted = lambda: False,
-    ) -> None:
-        super().__init__()
-        self._teachers, self._interrupted = teachers, interrupted
-        self._rollouts = None if isinstance(steps, StepBatches) else steps
-        self.notes: Sequence[str] = () if self._rollouts is None else self._rollouts.notes
-        # All that a step batch asks of servers is under way at once.
-        self._pool = ThreadPoolExecutor(max([workers, *(teacher.ahead for teacher in teachers)]), "prepare")
-        self.callback(self._pool.shutdown, cancel_futures=True)
-        if isinstance(steps, StepBatches):
-            left = without_missing(steps, teachers, counts or {})
-            read = self.enter_context(Prefetched(left, depth=steps.group_steps))
-            begun = Prefetched((self._begin(step) for step in read), depth=workers, interrupted=interrupted)
-            self._prepared: Iterator[PreparedStep] = self.enter_context(begun)
-        else:
-            self._prepared = self._written(steps)
-            self.callback(steps.close)
-
-    def __iter__(self) -> Iterator[PreparedStep]:
-        return self
-
-    def __next__(self) -> PreparedStep:
-        return next(self._prepared)
-
-    def _begin(self, step: StepBatch) -> PreparedStep:
-        futures = [[self._pool.submit(one.prepare, batch) for one in self._teachers] for batch in step.batches]
-        return PreparedStep(step, Ready(futures, self._interrupted))
-
-    def _written(self, rollouts: RolloutSource) -> Iterator[PreparedStep]:
-        """One is begun ahead, where it is written already."""
-        begun: deque[PreparedStep] = deque()
-        for step in rollouts:
-            begun.append(self._begin(step))
-            while len(begun) > (1 if rollouts.waiting else 0):
-                yield begun.popleft()
-
-    def advance(self, version: int) -> None:
-        """The student has new weights, after so many optimizer steps: whoever writes with them is handed them."""
-        if self._rollouts is not None:
-            self._rollouts.advance(version)
-
-    def save(self, folder: Path, state: State) -> None:
-        """Put what was written, and is still to be trained on after `state`, into a checkpoint."""
-        if self._rollouts is not None:
-            self._rollouts.save(folder, state)

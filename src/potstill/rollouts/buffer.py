@@ -288,20 +288,17 @@ def asked_of(prompts: PromptBatch) -> str:
 
 
 def as_file(generations: Sequence[Generation]) -> bytes:
-    """Generations as a safetensors file."""
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    about_each = []
-    for number, generation in enumerate(generations):
-        texts = list(generation.written.values())
-        none = np.zeros(0)
-        arrays |= {
-            f"{number}.place": np.array(list(generation.written), dtype=np.int64).reshape(-1, 2),
-            f"{number}.length": np.array([len(text.ids) for text in texts], dtype=np.int64),
-            f"{number}.end": np.array([ENDS.index(text.end) for text in texts], dtype=np.uint8),
-            f"{number}.ids": np.concatenate([none, *(text.ids for text in texts)]).astype(np.int32),
-            f"{number}.logprobs": np.concatenate([none, *(text.logprobs for text in texts)]).astype(np.float32),
-        }
-        about_each.append({key: getattr(generation, key) for key in ("asked", "version", "seconds")})
+    """Generations as a safetensors file: their texts one after another."""
+    about_each = [{name: getattr(each, name) for name in ("asked", "version", "seconds")} for each in generations]
+    places = [(number, *place) for number, each in enumerate(generations) for place in each.written]
+    texts = [text for each in generations for text in each.written.values()]
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "place": np.array(places, dtype=np.int64).reshape(-1, 3),  # generation, group and place in it
+        "length": np.array([len(text.ids) for text in texts], dtype=np.int64),
+        "end": np.array([ENDS.index(text.end) for text in texts], dtype=np.uint8),
+        "ids": np.concatenate([np.zeros(0), *(text.ids for text in texts)]).astype(np.int32),
+        "logprobs": np.concatenate([np.zeros(0), *(text.logprobs for text in texts)]).astype(np.float32),
+    }
     return safetensors.numpy.save(arrays, metadata={"generations": json.dumps(about_each)})
 
 
@@ -312,12 +309,10 @@ def load_saved(folder: Path) -> list[Generation]:
         return []
     with safetensors.safe_open(path, "np") as file:
         about_each = json.loads((file.metadata() or {})["generations"])
-        names = ("place", "length", "end", "ids", "logprobs")
-        loaded = [[file.get_tensor(f"{number}.{name}") for name in names] for number in range(len(about_each))]
-    found = []
-    for (place, length, end, ids, logprobs), known in zip(loaded, about_each, strict=True):
-        bounds = np.cumsum(length)[:-1]
-        parts = zip(place.tolist(), end, np.split(ids, bounds), np.split(logprobs, bounds), strict=True)
-        written = {(int(g), int(i)): Completion(each, chances, ENDS[code]) for (g, i), code, each, chances in parts}
-        found.append(Generation(written=written, **known))
-    return found
+        place, length, end, ids, logprobs = map(file.get_tensor, ("place", "length", "end", "ids", "logprobs"))
+    written: list[dict[tuple[int, int], Completion]] = [{} for _ in about_each]
+    bounds = np.cumsum(length)[:-1]
+    texts = zip(place.tolist(), np.split(ids, bounds), np.split(logprobs, bounds), end, strict=False)
+    for (number, group, i), each, chances, code in texts:  # none at all: np.split gives one part even then
+        written[number][group, i] = Completion(each, chances, ENDS[code])
+    return [Generation(written=texts, **known) for texts, known in zip(written, about_each, strict=True)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -152,17 +152,17 @@ class TransformersEngine:
                     chosen = chosen[under_way]
             if not last:
                 run.step(chosen)
+        ends = self._stop.tolist()
         return [
-            Completion(row[:n].astype(np.int32), chances[:n], self._end(row[:n], bool(stops.hit[i])))
-            for i, (row, chances, n) in enumerate(
-                zip(ids.cpu().numpy(), logprobs.cpu().numpy(), lengths.tolist(), strict=True)
+            Completion(
+                row[:n].astype(np.int32),
+                chances[:n],
+                "eos" if row[n - 1] in ends else "stop" if stopped else "length",
+            )
+            for row, chances, n, stopped in zip(
+                ids.cpu().numpy(), logprobs.cpu().numpy(), lengths.tolist(), stops.hit, strict=True
             )
         ]
-
-    def _end(self, ids: npt.NDArray[Any], stopped: bool) -> Literal["eos", "stop", "length"]:
-        if len(ids) and int(ids[-1]) in self._stop.tolist():
-            return "eos"
-        return "stop" if stopped else "length"
 
     def _right_way(self, who: str) -> tuple[Way, list[str]]:
         """The fastest way in which the model writes what it says of the whole text, and what its user should know."""

@@ -414,8 +414,8 @@ def test_micro_batches_of_a_step_are_asked_for_at_once(honest, student, data, tm
         steps = StepBatches(data, student.tokenizer, batch_size=4, micro_batch_size=1, seed=0, epochs=1)
         with Feed(steps, [found]) as feed:
             first = next(feed)
-            list(first.ready)
-        assert len(first.ready) == 4 and all(made[0].plan is not None for made in first.ready)
+            ready = list(first.ready)
+        assert len(ready) == 4 and all(made[0].plan is not None for made in ready)
         assert together.most == 4
         found.close()
 

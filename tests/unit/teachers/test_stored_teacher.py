@@ -30,7 +30,7 @@ from potstill.cache.store import Cache, Writer
 from potstill.cache.verify import coverage, verify
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.data import Feed, StepBatches, collate
-from potstill.data.loader import without_missing
+from potstill.data.feed import without_missing
 from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_teacher, shared_ids
 from potstill.teachers.live import LiveModel, live_teacher

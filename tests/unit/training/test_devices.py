@@ -5,6 +5,7 @@ import ctypes
 import functools
 import shutil
 import subprocess
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,7 +57,12 @@ class CountWaits(TorchDispatchMode):
 
 
 def ready(parts, steps):
-    return PreparedStep(steps, [[teacher.prepare(batch) for teacher in parts.teachers] for batch in steps.batches])
+    def prepared(teacher, batch):
+        future = Future()
+        future.set_result(teacher.prepare(batch))
+        return future
+
+    return PreparedStep(steps, [[prepared(teacher, batch) for teacher in parts.teachers] for batch in steps.batches])
 
 
 OWN = {"divergence": "policy_gradient_kl", "discount": 0.9, "ce_weight": 0.5}
