@@ -17,9 +17,9 @@ from transformers import DynamicCache
 
 from potstill.config import SamplingConfig
 from potstill.models import LanguageModel, backbone, evaluating
+from potstill.models.decoding import Kept, Reread
 from potstill.models.libraries import reason
 from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
-from potstill.rollouts.rows import Kept, Reread
 from potstill.rollouts.sampling import draw, uniforms
 from potstill.types import PotstillError
 
@@ -128,7 +128,7 @@ class TransformersEngine:
         device = self._writer.model.device
         longest, rows = max(most), len(asked)
         random = torch.from_numpy(uniforms([ask.seed for ask in asked], longest)).to(device)
-        run = (Kept if way.caches else Reread)(self._writer, asked, device, way.selects)
+        run = (Kept if way.caches else Reread)(self._writer, [ask.ids for ask in asked], device, way.selects)
         ids = torch.zeros(rows, longest, dtype=torch.int64, device=device)
         logprobs = torch.zeros(rows, longest, device=device)
         lengths = torch.tensor(most, device=device)  # until a stop ends them

@@ -10,8 +10,8 @@ from tiny import CPU, TOKENIZER
 
 from potstill.config import SamplingConfig, StudentConfig
 from potstill.losses.dense import target_logits
-from potstill.models import LanguageModel, load_student
-from potstill.rollouts import rows, transformers
+from potstill.models import LanguageModel, decoding, load_student
+from potstill.rollouts import transformers
 from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.transformers import TransformersEngine
 
@@ -126,14 +126,14 @@ def test_greedy_text_of_a_hybrid_is_its_own_argmax() -> None:
 
 def test_a_state_that_does_not_follow_its_row_is_noticed_before_anything_is_written(monkeypatch) -> None:
     """Row selection that leaves out what is no key or value, as the caches' own methods do for some architectures."""
-    chosen = rows._rows_of
+    chosen = decoding._rows_of
 
     def forgetful(value, index, count):
-        state = isinstance(value, rows.LinearAttentionCacheLayerMixin)
+        state = isinstance(value, decoding.LinearAttentionCacheLayerMixin)
         return chosen(value, index.roll(1) if state else index, count)
 
     model = load("mamba2", KEYS["mamba2"])
-    monkeypatch.setattr(rows, "_rows_of", forgetful)
+    monkeypatch.setattr(decoding, "_rows_of", forgetful)
     engine = TransformersEngine(model, SamplingConfig(max_new_tokens=4), stop_ids=())
     assert engine.way == transformers.WAYS[ALL_STAY]
     (note,) = engine.notes

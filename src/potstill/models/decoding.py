@@ -16,18 +16,16 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from potstill.models import LanguageModel, backbone
-from potstill.rollouts.engine import GenerationRequest
+from potstill.models.language_model import LanguageModel, backbone
 
+Ids = npt.NDArray[np.int32]
 SPARE = 128  # positions that keys and values have room for beyond what is there
 
 
 class Kept:
     """Rows under way: their last hidden states [B, H], and the keys, values and states behind them."""
 
-    def __init__(
-        self, writer: LanguageModel, asked: Sequence[GenerationRequest], device: torch.device, selects: bool
-    ) -> None:
+    def __init__(self, writer: LanguageModel, prompts: Sequence[Ids], device: torch.device, selects: bool) -> None:
         self._backbone = backbone(writer.model)
         taken = inspect.signature(self._backbone.forward).parameters
         every = any(each.kind is each.VAR_KEYWORD for each in taken.values())
@@ -39,15 +37,15 @@ class Kept:
             self._backbone(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False)
         # Several texts of one prompt: it is read once, where rows can be chosen afterwards.
         places: dict[bytes | int, int] = {}
-        owner = [places.setdefault(ask.ids.tobytes() if selects else i, len(places)) for i, ask in enumerate(asked)]
-        ids, there = _left_padded([asked[owner.index(place)].ids for place in places.values()])
-        self.rows = torch.arange(len(asked), device=device)
+        owner = [places.setdefault(prompt.tobytes() if selects else i, len(places)) for i, prompt in enumerate(prompts)]
+        ids, there = _left_padded([prompts[owner.index(place)] for place in places.values()])
+        self.rows = torch.arange(len(prompts), device=device)
         # Without padding the model needs no mask, and its fastest attention can run.
         self._mask: Tensor | None = None if there.all() else torch.from_numpy(there).to(device)
         self._next = torch.from_numpy(there.sum(-1)).to(device)  # position of the next token
         positions = torch.from_numpy(np.maximum(there.cumsum(-1) - 1, 0)).to(device)
         self.hidden = self._forward(torch.from_numpy(ids).to(device), positions)
-        if len(places) < len(asked):
+        if len(places) < len(prompts):
             index = torch.tensor(owner, device=device)
             self._choose(index)
             self.hidden = self.hidden[index]
@@ -88,12 +86,10 @@ class Kept:
 class Reread:
     """Rows under way, of one length, which are read again for each token."""
 
-    def __init__(
-        self, writer: LanguageModel, asked: Sequence[GenerationRequest], device: torch.device, selects: bool
-    ) -> None:
+    def __init__(self, writer: LanguageModel, prompts: Sequence[Ids], device: torch.device, selects: bool) -> None:
         self._backbone = backbone(writer.model)
-        self.rows = torch.arange(len(asked), device=device)
-        self._ids = torch.from_numpy(np.stack([ask.ids for ask in asked]).astype(np.int64)).to(device)
+        self.rows = torch.arange(len(prompts), device=device)
+        self._ids = torch.from_numpy(np.stack(prompts).astype(np.int64)).to(device)
         self.step(self._ids[:, :0])
 
     def step(self, chosen: Tensor) -> None:
@@ -110,7 +106,7 @@ def _roomy_cache(config: Any) -> DynamicCache:
     return cache
 
 
-def _left_padded(prompts: Sequence[npt.NDArray[np.int32]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _left_padded(prompts: Sequence[Ids]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Prompts as rows of one width, and 1 where there is a token of theirs."""
     ids, there = np.zeros((2, len(prompts), max(len(prompt) for prompt in prompts)), dtype=np.int64)
     for row, mask, prompt in zip(ids, there, prompts, strict=True):
