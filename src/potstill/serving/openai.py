@@ -22,8 +22,8 @@ from potstill.cache.origin import CLOSE, Identity
 from potstill.cache.reading import template_fingerprint, tokenizer_fingerprint
 from potstill.config import StoreConfig, TeacherConfig
 from potstill.models import load_tokenizer
-from potstill.serving.client import Given
 from potstill.serving.http import NO_SUCH_PATH, SMALL, Connection, Refused
+from potstill.serving.protocol import Given
 from potstill.types import Example, Head, PotstillError
 
 PROBE = (

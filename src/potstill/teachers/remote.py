@@ -15,9 +15,9 @@ from potstill.cache.kinds import Signal as Arrays
 from potstill.cache.kinds import SignalKind
 from potstill.config import StoreConfig, TeacherConfig
 from potstill.models import LanguageModel, evaluating
-from potstill.serving.client import PotstillServer, potstill_version
 from potstill.serving.http import Connection
 from potstill.serving.openai import OpenAIServer
+from potstill.serving.protocol import PotstillServer, potstill_version
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
 from potstill.teachers.stored import StoredSignal
 from potstill.types import Batch, Example, Head, PotstillError, TopKTarget
