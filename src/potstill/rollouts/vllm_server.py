@@ -122,7 +122,7 @@ class VLLMServer:
     def _sent(self, method: str, path: str, body: dict[str, Any] | None = None, most: int = SMALL) -> dict[str, Any]:
         """The answer's JSON."""
         accepted = () if path.startswith("/v1") else (404,)
-        answer = self._connection.send(method, path, body, most, accepted=accepted, refusals=REFUSALS)
+        answer = self._connection.send(method, path, body, most, accepted=accepted, fatal=REFUSALS)
         if not answer.good:
             raise self._connection.error(
                 f"it has no {path.partition('?')[0]}, which takes new weights: start `vllm serve` with "

@@ -7,32 +7,39 @@ import base64
 import json
 import os
 import random
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partialmethod
 from multiprocessing.pool import AsyncResult, ThreadPool
 from operator import itemgetter
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
+from weakref import WeakSet
 
 import httpcore
 from rich.console import Console
 
 from potstill.config import RemoteConfig
-from potstill.serving.sockets import Deadline, Sockets
 from potstill.types import PotstillError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 5.0  # after which a connection is not used again: a server may be closing it
+RATE = 128 * 2**10  # bytes per second: a transfer that is slower (1 Mbit/s) runs out of time
+SLICE = 64 * 2**10  # bytes that are sent at once
 WORDS = 500  # characters of what a server says
 SMALL = 4 * 2**20  # bytes of an answer whose size cannot be told from the request
 ERROR_BYTES = 64 * 2**10  # of an error's body that are read
 UNREACHED = (httpcore.ConnectError, httpcore.ConnectTimeout)
 NO_SUCH_PATH = (404, 405, 501)
 
+Body = bytes | dict[str, Any] | None
+Codes = tuple[int, ...]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -100,32 +107,24 @@ class Connection:
         self._base, user = _parts(self.address, where)
         host = urlsplit(self._base).netloc
         self.headers = {"host": host, "accept": "*/*", "accept-encoding": "identity", "user-agent": "potstill"}
-        sent = secret
-        if user is not None:
-            sent = base64.b64encode(f"{user}:{secret or ''}".encode()).decode()
-            self.headers["authorization"] = f"Basic {sent}"
-        elif secret is not None:
-            self.headers["authorization"] = f"Bearer {secret}"
+        sent = secret if user is None else base64.b64encode(f"{user}:{secret or ''}".encode()).decode()
+        if sent is not None:
+            self.headers["authorization"] = f"{'Bearer' if user is None else 'Basic'} {sent}"
         # A server may repeat the token as it is, as JSON has it, or as the header does. The longest is masked first.
         forms = {secret, json.dumps(secret)[1:-1], str(sent)} if secret is not None else set()
         self._secrets = sorted(forms, key=len, reverse=True)
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._away_since: float | None = None
         self._seen = False  # any answer of it
-        self._sockets = Sockets()
+        self.sockets = Sockets()
         # As many connections as there are threads: none waits for another. httpcore itself follows no redirect, decompresses
         # nothing and uses no proxy of the environment.
         self._pool = httpcore.ConnectionPool(
             max_connections=None,
             max_keepalive_connections=config.concurrency,
             keepalive_expiry=IDLE_SECONDS,
-            network_backend=self._sockets,
+            network_backend=self.sockets,
         )
-
-    @property
-    def opened(self) -> int:
-        """How often a connection was made."""
-        return self._sockets.opened
 
     @cached_property
     def _threads(self) -> ThreadPool:
@@ -148,17 +147,10 @@ class Connection:
             raise self.error("the run has ended")
 
     def send(
-        self,
-        method: str,
-        path: str,
-        body: bytes | dict[str, Any] | None = None,
-        most: int = SMALL,
-        *,
-        accepted: tuple[int, ...] = (),
-        refusals: tuple[int, ...] = (),
+        self, method: str, path: str, body: Body = None, most: int = SMALL, *, accepted: Codes = (), fatal: Codes = ()
     ) -> Answer:
         """The answer, of at most so many bytes, if it is good or has one of the codes `accepted`. The request is sent again
-        while the server is away or fails, for as long as the recipe says; not if it is refused, by 3xx, 4xx or `refusals`."""
+        while the server is away or fails, for as long as the recipe says; not if it is refused, by 3xx, 4xx or `fatal`."""
         begin, pause = time.monotonic(), FIRST_PAUSE
         while True:
             self._check_open()
@@ -178,7 +170,7 @@ class Connection:
                     self._back()
                 if answer.good or answer.status in accepted:
                     return answer
-                if answer.status < 500 or answer.status in refusals:
+                if answer.status < 500 or answer.status in fatal:
                     raise self._refused(method, path, answer)
                 problem = f"it fails ({answer.status}): {answer.words(self._plain)}"
             self._check_open()  # closing it breaks off what is under way
@@ -193,12 +185,12 @@ class Connection:
     get = partialmethod(send, "GET")
     post = partialmethod(send, "POST")
 
-    def _once(self, method: str, path: str, body: bytes | dict[str, Any] | None, most: int) -> Answer:
+    def _once(self, method: str, path: str, body: Body, most: int) -> Answer:
         headers = dict(self.headers)
         if isinstance(body, dict):
             body = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
             headers["content-type"] = "application/json"
-        self._sockets.request.deadline = Deadline(self._config.timeout, most + len(body or b""))
+        self.sockets.begin(self._config.timeout, most + len(body or b""))
         seconds = {"connect": min(CONNECT_SECONDS, self._config.timeout)}
         with self._pool.stream(
             method, self._base + path, headers=list(headers.items()), content=body, extensions={"timeout": seconds}
@@ -274,7 +266,7 @@ class Connection:
     def close(self) -> None:
         """Whoever waits for the server stops waiting, also in the middle of a request."""
         self._closing.set()
-        self._sockets.wake()
+        self.sockets.wake()
         if "_threads" in vars(self):
             self._threads.close()  # what waits there ends as soon as it begins
         self._pool.close()
@@ -317,3 +309,92 @@ def token_from(variable: str | None, key: str) -> str | None:
             "and no client could send it: set it to the token alone"
         )
     return token
+
+
+class Sockets(httpcore.NetworkBackend):
+    """Makes the connections of a pool. A request ends in time: after so many seconds, and as many more as its bytes take at
+    RATE, and after so many seconds between one byte and the next. httpcore's timeouts are for each read and write: a byte now
+    and then would hold a request for ever."""
+
+    def __init__(self) -> None:
+        self.opened = 0  # sockets
+        self.request = threading.local()  # the one under way on a thread; `moved`: its bytes, both ways
+        self._lock = threading.Lock()
+        self._open: WeakSet[socket.socket] = WeakSet()
+        self._ended = False
+
+    def begin(self, seconds: float, most: int) -> None:
+        """A request that may move so many bytes."""
+        now = self.request
+        now.seconds, now.end, now.most, now.moved = seconds, time.monotonic() + seconds, most, 0
+
+    def left(self) -> float:
+        """Seconds that the request has."""
+        now = self.request
+        return float(min(now.seconds, now.end + min(now.moved, now.most) / RATE - time.monotonic()))
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        seconds = max(min(self.left(), timeout or CONNECT_SECONDS), 1e-3)
+        return TimedStream(httpcore.SyncBackend().connect_tcp(host, port, seconds, local_address, socket_options), self)
+
+    def keep(self, made: socket.socket) -> None:
+        with self._lock:
+            self.opened += 1
+            self._open.add(made)
+        if self._ended:  # it was connected while `wake` was at work
+            self.wake()
+
+    def wake(self) -> None:
+        """End all reads and writes. Closing a socket does not end a read of it on another thread; shutting it down does."""
+        self._ended = True
+        with self._lock:
+            sockets = list(self._open)
+        for one in sockets:
+            with suppress(OSError):  # closed already
+                socket.socket.shutdown(one, socket.SHUT_RDWR)
+
+
+class TimedStream(httpcore.NetworkStream):
+    """A connection whose reads and writes end by the deadline of the request that they belong to."""
+
+    def __init__(self, stream: httpcore.NetworkStream, sockets: Sockets) -> None:
+        self._stream, self._sockets = stream, sockets
+        self._socket: socket.socket = stream.get_extra_info("socket")
+        sockets.keep(self._socket)
+        self.close, self.get_extra_info = stream.close, stream.get_extra_info  # type: ignore[method-assign]
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        if (left := self._sockets.left()) <= 0:
+            raise httpcore.ReadTimeout
+        found = self._stream.read(max_bytes, left)
+        self._sockets.request.moved += len(found)
+        return found
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        rest = memoryview(buffer)
+        while rest:
+            if (left := self._sockets.left()) <= 0:
+                raise httpcore.WriteTimeout
+            try:
+                self._socket.settimeout(left)
+                sent = self._socket.send(rest[:SLICE])
+            except TimeoutError as error:
+                raise httpcore.WriteTimeout from error
+            except OSError as error:
+                raise httpcore.WriteError(str(error)) from error
+            self._sockets.request.moved += sent
+            rest = rest[sent:]
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        left = max(self._sockets.left(), 1e-3)
+        # TLS makes another socket of the first.
+        return TimedStream(self._stream.start_tls(ssl_context, server_hostname, left), self._sockets)

@@ -329,7 +329,7 @@ class OpenAIServer:
         return dict(sorted(top[0].items(), key=lambda entry: -entry[1])[:COMPARED])
 
     def _trust(self, failures: int) -> None:
-        self._trusted = (failures, self.connection.opened, time.monotonic())
+        self._trusted = (failures, self.connection.sockets.opened, time.monotonic())
 
     def _look_again(self) -> None:
         """After a failure, or a new connection after a while, in which it may have been started again unseen: it must have the
@@ -337,7 +337,7 @@ class OpenAIServer:
         with self._lock:
             before, opened, since = self._trusted
             failures, late = self.connection.failures, time.monotonic() - since > UNSEEN_SECONDS
-            if failures == before and not (late and self.connection.opened != opened):
+            if failures == before and not (late and self.connection.sockets.opened != opened):
                 return
             name, _ = self._model(self._name)
             first, now = (np.array([row.own for row in rows]) for rows in (self._first, self._probed()))
