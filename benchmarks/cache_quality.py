@@ -89,8 +89,8 @@ def one(name: str, seed: int, folder: Path) -> dict[str, float]:
     import torch
 
     from potstill import train
+    from potstill.cli.eval import evaluate_model
     from potstill.config.recipe import load_recipe
-    from potstill.evals.command import evaluate_model
     from potstill.shipped import locate
 
     torch.set_num_threads(1)
@@ -107,9 +107,9 @@ def one(name: str, seed: int, folder: Path) -> dict[str, float]:
     run = train(load_recipe(locate("shipped:quickstart.yaml"), overrides))
     source = {"files": "shipped:corpus/heldout.parquet"}
     result = evaluate_model(
-        str(run.model), teacher="shipped:teacher", dtype=None, revision=None, trust_remote_code=False, source=source,
-        max_length=256, piece_bytes=480, packing=False, examples=300, batch_size=8, prompts=[], max_new_tokens=1,
-        device_name="cpu", as_json=True,
+        str(run.model), source, teacher="shipped:teacher", token_env=None, dtype=None, revision=None, trust_remote_code=False,
+        max_length=256, piece_bytes=480, packing=False, examples=300, batch_size=8, prompt=[], max_new_tokens=1,
+        device="cpu", json_out=True,
     )  # fmt: skip
     return {key: result[key] for key in NUMBERS}
 

@@ -47,7 +47,7 @@ def test_build_from_a_model_and_again(command: Command, cache: Path, tiny_teache
     first = build(command, cache, tiny_teacher, tiny_text)
     tokens = Cache(cache).tokens
     assert re.fullmatch(
-        rf"60 documents added \({tokens:,} tokens, [\d,]+ a second\); 0 were there\n"
+        rf"60 documents added \({tokens:,} tokens, [\d,]+ per second\); 0 were there\n"
         r"beyond the top 8 lies \d+\.\d% of the mass; with --tail-samples 32 "
         r"forward KL learns what is in it \(docs/cache.md\)\n"
         r"texts were cut into pieces of at most 4,096 bytes \(piece_bytes\): students need a data.max_length of about a "
@@ -56,7 +56,7 @@ def test_build_from_a_model_and_again(command: Command, cache: Path, tiny_teache
         first,
     )
     before = {path.name: path.read_bytes() for path in cache.iterdir() if path.is_file()}
-    assert "0 documents added (0 tokens, 0 a second); 60 were there" in build(command, cache, tiny_teacher, tiny_text)
+    assert "0 documents added (0 tokens, 0 per second); 60 were there" in build(command, cache, tiny_teacher, tiny_text)
     assert {path.name: path.read_bytes() for path in cache.iterdir() if path.is_file()} == before
 
 

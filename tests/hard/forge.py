@@ -91,7 +91,7 @@ WANTED = [
     "transformers.models.llama.modeling_llama",
     "transformers.generation",
     "potstill.cli.main",
-    "potstill.evals.command",
+    "potstill.cli.eval",
     "potstill.report",
     "potstill.cli.cache_command",
     "potstill.cache.imports",

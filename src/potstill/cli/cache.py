@@ -1,35 +1,23 @@
-"""`potstill cache …` on the command line, and the options that other commands share."""
+"""`potstill cache …` on the command line."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from potstill.cli import options as opt
+from potstill.cli.options import DATA, with_source
 from potstill.types import PotstillError
 
-DATA = "Files (jsonl, parquet, arrow, txt; globs), or a data set folder or name."
-AnyDtype = Literal["auto", "float32", "bfloat16", "float16"]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, mps.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code from the hub.")]
-BatchTokens = Annotated[int | None, typer.Option(help="Tokens a forward pass; default 4096, on a GPU 16384.", min=1)]
-
+STORE = ("kind", "k", "temperature", "tail_samples", "num_samples", "seed")  # options that say what a cache keeps
+# … and those that a recipe has keys for
+OF_A_MODEL = ("piece_bytes", "dtype", "revision", "trust_remote_code", "token_env", "tokenizer")
 
 cache_app = typer.Typer(
     no_args_is_help=True, help="A teacher's signal on disk: build once, distil any student from it."
 )
-
-
-def _source(data: list[str] | None, **columns: str | None) -> dict[str, Any] | None:
-    from potstill.evals.command import source_of
-
-    given = [name for name, value in columns.items() if value is not None]
-    if given and not data:
-        named = given[0] if given[0] in ("text", "messages", "split") else f"{given[0]}-column"
-        raise PotstillError(f"--{named} goes with --data, which says what to read; a recipe has its own data")
-    return source_of(data, **columns) if data else None
 
 
 @cache_app.command(name="build")
@@ -37,13 +25,13 @@ def cache_build(
     what: Annotated[
         str, typer.Argument(metavar="RECIPE|MODEL", help="A recipe (.yaml), or a model or server with --data.")
     ],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …, over the recipe's own.")] = None,
+    overrides: opt.Overrides = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the cache; default: the recipe's teachers[…].cache.")
     ] = None,
     teacher: Annotated[int, typer.Option(help="Which of the recipe's teachers, from 0.")] = 0,
     kind: Annotated[
-        Literal["top_k", "sampled", "hidden", "token_logprobs"] | None,
+        opt.Kind | None,
         typer.Option(help="What to keep; default: as the cache that is there, else the recipe's store, else top_k."),
     ] = None,
     k: Annotated[int | None, typer.Option(help="top_k: how many tokens (64).")] = None,
@@ -54,26 +42,24 @@ def cache_build(
     num_samples: Annotated[int | None, typer.Option(help="sampled: how many draws (50).")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the draws (0).")] = None,
     data: Annotated[list[str] | None, typer.Option(help=f"With a model: {DATA}")] = None,
-    text: Annotated[str | None, typer.Option(help="With --data: column with the text.")] = None,
-    messages: Annotated[str | None, typer.Option(help="With --data: column with chats.")] = None,
-    prompt_column: Annotated[str | None, typer.Option(help="With --data: column with prompts.")] = None,
-    completion_column: Annotated[str | None, typer.Option(help="With --data: column with completions.")] = None,
-    split: Annotated[str | None, typer.Option(help="With --data: split of a data set (train).")] = None,
+    text: opt.Text = None,
+    messages: opt.Messages = None,
+    prompt_column: opt.PromptColumn = None,
+    completion_column: opt.CompletionColumn = None,
+    split: opt.Split = None,
     piece_bytes: Annotated[int | None, typer.Option(help="With --data: cut texts into such pieces (4096).")] = None,
-    dtype: Annotated[AnyDtype | None, typer.Option(help="With --data: of the model's weights.")] = None,
-    revision: Annotated[str | None, typer.Option(help="With --data: hub revision of the model.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="With --data: run model code from the hub.")
-    ] = False,
-    token_env: Annotated[str | None, typer.Option(help="With a server: environment variable with its token.")] = None,
+    dtype: Annotated[opt.AnyDtype | None, typer.Option(help="With --data: of the model's weights.")] = None,
+    revision: opt.Revision = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    token_env: opt.TokenEnv = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="With a server that does not hand it out: its tokenizer.")
     ] = None,
-    batch_tokens: BatchTokens = None,
+    batch_tokens: opt.BatchTokens = None,
     shard_seconds: Annotated[
         float, typer.Option(help="Write a shard at least so often: what a kill can cost.", min=0.0)
     ] = 60.0,
-    device: Device = "auto",
+    device: opt.Device = "auto",
 ) -> None:
     """Run a teacher over a data set once and keep what it says.
 
@@ -82,73 +68,48 @@ def cache_build(
 
     Example: potstill cache build recipes/cached.yaml --out runs/cache
     """
+    options = with_source(locals())
+    store, of_a_model = ({name: options.pop(name) for name in names} for names in (STORE, OF_A_MODEL))
     from potstill.cli.cache_command import build_cache
 
-    build_cache(
-        what,
-        out=out,
-        source=_source(
-            data, text=text, messages=messages, prompt=prompt_column, completion=completion_column, split=split
-        ),
-        store={
-            "kind": kind,
-            "k": k,
-            "temperatures": temperature,
-            "tail_samples": tail_samples,
-            "num_samples": num_samples,
-            "seed": seed,
-        },
-        teacher=teacher,
-        overrides=overrides or [],
-        piece_bytes=piece_bytes,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        batch_tokens=batch_tokens,
-        shard_seconds=shard_seconds,
-        device_name=device,
-        token_env=token_env,
-        tokenizer=tokenizer,
-    )
+    build_cache(**options, store=store, of_a_model=of_a_model)
 
 
 @cache_app.command(name="verify")
 def cache_verify(
-    folder: Annotated[Path, typer.Argument(help="Folder of the cache.")],
+    folder: opt.Folder,
     teacher: Annotated[str | None, typer.Option(help="Also compute some documents again with this model.")] = None,
     sample: Annotated[int | None, typer.Option(help="With --teacher: how many documents (32).")] = None,
     dtype: Annotated[
-        AnyDtype | None, typer.Option(help="With --teacher: of its weights; default: that of the cache.")
+        opt.AnyDtype | None, typer.Option(help="With --teacher: of its weights; default: that of the cache.")
     ] = None,
-    device: Device = "auto",
-    json_out: Json = False,
+    device: opt.Device = "auto",
+    json_out: opt.Json = False,
 ) -> None:
     """Check every checksum, id and sum of a cache, and with the teacher what it says. Exit code 1 when something is wrong."""
+    options = locals()
     from potstill.cli.cache_command import verify_cache
 
-    well = verify_cache(folder, teacher=teacher, sample=sample, dtype=dtype, device_name=device, as_json=json_out)
-    if not well:
+    if not verify_cache(**options):
         raise typer.Exit(1)
 
 
 @cache_app.command(name="info")
 def cache_info(
-    folder: Annotated[Path, typer.Argument(help="Folder of the cache.")],
+    folder: opt.Folder,
     data: Annotated[list[str] | None, typer.Option(help=f"Also say how much of this is in it. {DATA}")] = None,
-    text: Annotated[str | None, typer.Option(help="With --data: column with the text.")] = None,
-    messages: Annotated[str | None, typer.Option(help="With --data: column with chats.")] = None,
-    prompt_column: Annotated[str | None, typer.Option(help="With --data: column with prompts.")] = None,
-    completion_column: Annotated[str | None, typer.Option(help="With --data: column with completions.")] = None,
-    split: Annotated[str | None, typer.Option(help="With --data: split of a data set (train).")] = None,
-    json_out: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    text: opt.Text = None,
+    messages: opt.Messages = None,
+    prompt_column: opt.PromptColumn = None,
+    completion_column: opt.CompletionColumn = None,
+    split: opt.Split = None,
+    json_out: opt.Json = False,
 ) -> None:
     """What a cache is, how large, and how much of a data set is in it. Exit code 1 when a shard cannot be read."""
+    options = with_source(locals())
     from potstill.cli.cache_command import show_info
 
-    source = _source(
-        data, text=text, messages=messages, prompt=prompt_column, completion=completion_column, split=split
-    )
-    if not show_info(folder, source, json_out):
+    if not show_info(**options):
         raise typer.Exit(1)
 
 
@@ -179,20 +140,11 @@ def cache_convert(
     ] = "next",
 ) -> None:
     """A smaller cache from a larger one, without the teacher; or a cache from another system's files."""
+    options = locals()
     from potstill.cache.convert import convert
 
-    wrong = [pair for pair in column or [] if "=" not in pair]
-    if wrong:
-        raise PotstillError(f"--column {wrong[0]}: write NAME=COLUMN, such as ids=top_k_ids")
-    convert(
-        sources,
-        out,
-        k=k,
-        temperatures=temperature,
-        tokenizer=tokenizer,
-        teacher_name=teacher_name,
-        texts=texts,
-        columns=dict(pair.split("=", 1) for pair in column or []),
-        values=values,
-        predicts=predicts,
-    )
+    columns, temperatures = options.pop("column") or [], options.pop("temperature")
+    for wrong in (pair for pair in columns if "=" not in pair):
+        raise PotstillError(f"--column {wrong}: write NAME=COLUMN, such as ids=top_k_ids")
+    named = dict(pair.split("=", 1) for pair in columns)
+    convert(**options, temperatures=temperatures, columns=named)

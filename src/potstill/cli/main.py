@@ -14,7 +14,9 @@ import typer.core
 from rich.console import Console
 
 from potstill import __version__
-from potstill.cli.cache import DATA, AnyDtype, BatchTokens, Device, Json, TrustRemoteCode, cache_app
+from potstill.cli import options as opt
+from potstill.cli.cache import cache_app
+from potstill.cli.options import DATA, in_words_of_options, source_of, with_source
 from potstill.cli.unforeseen import EXIT_CODE, Unforeseen, explain, stdout_is_gone, traces_in
 from potstill.types import PotstillError
 
@@ -79,7 +81,7 @@ def quickstart(
 @app.command()
 def train(
     recipe: Annotated[Path, typer.Argument(help="YAML recipe; docs/recipe.md lists its keys.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …, over the recipe's own.")] = None,
+    overrides: opt.Overrides = None,
 ) -> None:
     """Run a recipe, or go on with it where it stopped.
 
@@ -102,27 +104,23 @@ def train(
 
 @app.command(name="eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Model folder, shipped:NAME or hub id.")],
-    data: Annotated[
-        list[str], typer.Option(help="Files (jsonl, parquet, arrow, txt; globs), or a data set folder or name.")
-    ],
+    model: opt.Model,
+    data: Annotated[list[str], typer.Option(help=DATA)],
     teacher: Annotated[
         str | None, typer.Option(help="Measure KL and agreement against this model, server (http://…) or cache folder.")
     ] = None,
-    token_env: Annotated[
-        str | None, typer.Option(help="With a server: environment variable with its bearer token.")
-    ] = None,
+    token_env: opt.TokenEnv = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Of the weights; default: float32, and the teacher's as saved."),
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    text: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
-    messages: Annotated[str | None, typer.Option(help="Column with chats, instead of --text.")] = None,
-    prompt_column: Annotated[str | None, typer.Option(help="Column with prompts, with --completion-column.")] = None,
-    completion_column: Annotated[str | None, typer.Option(help="Column with completions, which are scored.")] = None,
-    split: Annotated[str, typer.Option(help="Split of a data set.")] = "train",
+    revision: opt.Revision = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
+    text: opt.Text = None,
+    messages: opt.Messages = None,
+    prompt_column: opt.PromptColumn = None,
+    completion_column: opt.CompletionColumn = None,
+    split: opt.Split = None,
     max_length: Annotated[
         int | None,
         typer.Option(help="Longest window in tokens; default: what the models can read, at most 1024.", min=1),
@@ -135,39 +133,20 @@ def evaluate(
     packing: Annotated[bool, typer.Option(help="Several documents a row.")] = True,
     prompt: Annotated[list[str] | None, typer.Option(help="Also complete this beginning; may be repeated.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the completions.")] = 64,
-    device: Device = "auto",
-    json_out: Json = False,
+    device: opt.Device = "auto",
+    json_out: opt.Json = False,
 ) -> None:
     """Bits per byte, perplexity, calibration, and closeness to a teacher, on given text."""
-    from potstill.cli.cache_command import in_words_of_options
-    from potstill.evals.command import evaluate_model, source_of
+    options = with_source(locals())
+    from potstill.cli.eval import evaluate_model
 
-    with in_words_of_options(True):
-        evaluate_model(
-            model,
-            teacher=teacher,
-            token_env=token_env,
-            dtype=dtype,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            source=source_of(
-                data, text=text, messages=messages, prompt=prompt_column, completion=completion_column, split=split
-            ),
-            max_length=max_length,
-            piece_bytes=piece_bytes,
-            packing=packing,
-            examples=examples,
-            batch_size=batch_size,
-            prompts=prompt or [],
-            max_new_tokens=max_new_tokens,
-            device_name=device,
-            as_json=json_out,
-        )
+    with in_words_of_options():
+        evaluate_model(**options)
 
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="Model folder, shipped:NAME or hub id.")],
+    model: opt.Model,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0: all of this machine's; ::, with IPv6.")
     ] = "127.0.0.1",
@@ -175,10 +154,10 @@ def serve(
     token_env: Annotated[
         str | None, typer.Option(help="Environment variable with the bearer token that clients must send.")
     ] = None,
-    dtype: Annotated[AnyDtype, typer.Option(help="Of the model's weights.")] = "auto",
-    device: Device = "auto",
-    revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
-    trust_remote_code: TrustRemoteCode = False,
+    dtype: Annotated[opt.AnyDtype, typer.Option(help="Of the model's weights.")] = "auto",
+    device: opt.Device = "auto",
+    revision: opt.Revision = None,
+    trust_remote_code: opt.TrustRemoteCode = False,
     max_body_mb: Annotated[float, typer.Option(help="Largest request.", min=0.001)] = 64.0,
     max_tokens: Annotated[int | None, typer.Option(help="Longest document; default: what the model reads.")] = None,
     max_answer_mb: Annotated[float, typer.Option(help="Largest answer.", min=0.001)] = 1024.0,
@@ -204,31 +183,22 @@ def serve(
             "machine's own name; may be repeated; *: any. Others get 421: a web page could have its name resolve here."
         ),
     ] = None,
-    batch_tokens: BatchTokens = None,
+    batch_tokens: opt.BatchTokens = None,
 ) -> None:
     """Score text for students that train elsewhere: a teacher as an HTTP server.
 
     Example: potstill serve shipped:teacher --port 8471
     """
+    limits = {name: value for name, value in locals().items() if name.startswith(("max_", "client_", "batch_"))}
     from potstill.serving.server import ServeOptions
     from potstill.serving.server import serve as run_server
 
+    listening = ServeOptions(
+        host=host, port=port, token_env=token_env, version=__version__, allowed_hosts=allowed_host or [], **limits
+    )
     run_server(
         model,
-        ServeOptions(
-            host=host,
-            port=port,
-            token_env=token_env,
-            max_body_mb=max_body_mb,
-            max_tokens=max_tokens,
-            batch_tokens=batch_tokens,
-            max_answer_mb=max_answer_mb,
-            version=__version__,
-            max_memory_mb=max_memory_mb,
-            max_connections=max_connections,
-            client_timeout=client_timeout,
-            allowed_hosts=allowed_host or [],
-        ),
+        listening,
         dtype=dtype,
         device_name=device,
         revision=revision,
@@ -251,14 +221,13 @@ def align(
     column: Annotated[str | None, typer.Option(help="With FILE: column with the text.")] = None,
     split: Annotated[str, typer.Option(help="With FILE: split of a data set.")] = "train",
     html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
-    json_out: Json = False,
+    json_out: opt.Json = False,
 ) -> None:
     """Show how two tokenizers line up, byte by byte.
 
     Example: potstill align shipped:tokenizers/pieces-1k shipped:tokenizers/bytes-2k --text "The café"
     """
     from potstill.cli.align import align_pair
-    from potstill.evals.command import source_of
 
     source = source_of(data, text=column, split=split) if data else None
     align_pair(student, teacher, source=source, text=text, check=check, html=html, as_json=json_out)

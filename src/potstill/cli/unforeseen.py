@@ -34,14 +34,7 @@ def traces_in(folder: Path | None) -> Iterator[None]:
         yield
     except (PotstillError, Unforeseen):
         raise
-    except (
-        EOFError,
-        OSError,
-        MemoryError,
-        RecursionError,
-    ) as error:  # typer has a meaning of its own for some of these
-        raise Unforeseen(folder) from error
-    except Exception as error:
+    except Exception as error:  # of which typer would take some for its own: a broken pipe, a file that ends too early
         if type(error).__module__.startswith(("typer", "click")):  # a usage error, or an exit
             raise
         raise Unforeseen(folder) from error

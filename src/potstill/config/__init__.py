@@ -69,7 +69,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _whole(self) -> Recipe:
         """Every rule between sections that is broken, one line each."""
-        if broken := list(dict.fromkeys([*self._conflicts(), *self._incompatible()])):
+        if broken := list(dict.fromkeys([*self._conflicts(), *self._rollout_conflicts(), *self._incompatible()])):
             raise ValueError("\n".join(broken))
         return self
 
@@ -80,17 +80,19 @@ class Recipe(Section):
 
     def _conflicts(self) -> Iterator[str]:
         """Between numbers of different sections, and what there is nothing to learn from."""
-        rollouts = self.rollouts
         if self.train.epochs is not None and any(s.weight is not None for s in self.data.sources):
             yield "train.epochs reads every source whole, so weights have no meaning: use train.steps"
         if self.ce_weight == 0 and (not self.teachers or self.loss.kd_weight == 0):
             why = "loss.kd_weight is 0" if self.teachers else "there is no teacher"
             yield f"{why} and loss.ce_weight is 0: nothing to learn from"
-        elif rollouts.on_policy_fraction == 1 and self.loss.kd_weight == 0:
+        elif self.rollouts.on_policy_fraction == 1 and self.loss.kd_weight == 0:
             yield (
                 "loss.kd_weight is 0 and all text is the student's own, which it has no cross-entropy to: nothing to "
                 "learn from"
             )
+
+    def _rollout_conflicts(self) -> Iterator[str]:
+        rollouts, longest = self.rollouts, self.rollouts.sampling.max_new_tokens
         if rollouts.data_share > 0 and any(s.kind == "completion" and not s.completion for s in self.data.sources):
             yield (
                 "data.sources: a source has a prompt and no completion, and a share of the text is the data set's: name the "
@@ -101,10 +103,10 @@ class Recipe(Section):
         yield from rollouts.row_conflicts(self.train.batch_size)
         if not self.teachers:
             yield "rollouts: text is written, and there is no teacher to learn from"
-        if rollouts.sampling.max_new_tokens >= self.data.max_length:
+        if longest >= self.data.max_length:
             yield (
-                f"rollouts.sampling.max_new_tokens {rollouts.sampling.max_new_tokens} leaves no room for a prompt in "
-                f"data.max_length {self.data.max_length}"
+                f"rollouts.sampling.max_new_tokens {longest} leaves no room for a prompt in data.max_length "
+                f"{self.data.max_length}"
             )
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from potstill.config.models import TeacherConfig
 from potstill.config.rollouts import RolloutsConfig
@@ -14,7 +14,6 @@ from potstill.config.sections import fixed_value
 from potstill.config.training import LossConfig
 from potstill.types import PotstillError
 
-SIGNALS = ("live", "hidden", "top_k", "sampled", "token_logprobs", "student_top_k")
 Text = Literal["data", "student", "teacher"]
 MOVING: Literal["moving"] = "moving"  # a temperature that is not the same at every step
 
@@ -52,42 +51,31 @@ class Combination:
         first: bool = True,
     ) -> Combination:
         """What a recipe tells of one of its teachers, the first or another."""
-        temperature = fixed_value(loss.temperature)
         made = cls(
             signal=None,
             tokenizer=None,
             divergence=loss.divergence,
-            temperature=MOVING if temperature is None else temperature,
+            temperature=fixed_value(loss.temperature) or MOVING,
             entropy_gate=loss.entropy_gate is not None,
             dynamic_scaling=loss.dynamic_scaling,
             combine=loss.combine_teachers,
             weighting=loss.teacher_weighting,
         )
         if rollouts is not None:
-            shares: dict[Text, float] = {
-                "data": rollouts.data_share,
-                "student": rollouts.on_policy_fraction,
-                "teacher": rollouts.teacher_fraction,
-            }
-            text = frozenset(who for who, share in shares.items() if share)
-            made = replace(
-                made, text=text, writes=first and "teacher" in text, greedy=rollouts.sampling.temperature == 0
-            )
+            shares = (rollouts.data_share, rollouts.on_policy_fraction, rollouts.teacher_fraction)
+            text = frozenset(who for who, share in zip(get_args(Text), shares, strict=True) if share)
+            greedy = rollouts.sampling.temperature == 0
+            made = replace(made, text=text, writes=first and "teacher" in text, greedy=greedy)
         if teacher is None:
             return made
-        made = replace(
-            made,
-            method=teacher.cross_tokenizer.method,
-            context_column=teacher.context_column is not None,
-            filter=bool(teacher.filter),
-        )
-        if teacher.cache is not None:
-            alone = teacher.model is None and teacher.server is None
-            stored = made.stored(teacher.store.kind, tuple(teacher.store.temperatures))
-            return replace(stored, signal=None if alone else stored.signal, alone=alone)
-        if teacher.server is not None:
-            return replace(made, holder="server", signal=teacher.remote.kind)
-        return replace(made, signal="live" if teacher.source is None else None)
+        context, method = teacher.context_column is not None, teacher.cross_tokenizer.method
+        made = replace(made, method=method, context_column=context, filter=bool(teacher.filter))
+        if teacher.kind != "cache":
+            signal = {"model": "live", "server": teacher.remote.kind}.get(teacher.kind)
+            return replace(made, holder="server" if teacher.kind == "server" else "model", signal=signal)
+        made = made.stored(teacher.store.kind, tuple(teacher.store.temperatures))
+        alone = teacher.model is None and teacher.server is None
+        return replace(made, signal=None, alone=True) if alone else made
 
     def stored(self, kind: str, temperatures: tuple[float, ...], imported: bool = False) -> Combination:
         """With a cache of that kind, which top_k can be read at those temperatures."""
@@ -113,24 +101,17 @@ class Combination:
         """Whether the teachers' say depends on how sure they are."""
         return self.combine == "best" or self.weighting is not None
 
-    def words(self) -> dict[str, str]:
+    def words(self) -> dict[str, Any]:
         """For the reasons."""
-        moves = self.temperature == MOVING
-        return {
-            "signal": self.signal or "",
-            "method": self.method,
-            "divergence": self.divergence,
-            "combine": self.combine,
+        moves, served, draws = self.temperature == MOVING, self.holder == "server", self.signal == "sampled"
+        return vars(self) | {
             "temperature": "moves over the run" if moves else f"is {self.temperature:g}",
             "wanted": "…" if moves else f"{self.temperature:g}",
-            "knows": "'s draws are at temperature"
-            if self.signal == "sampled"
-            else " knows the mass of what it left out at",
+            "knows": "'s draws are at temperature" if draws else " knows the mass of what it left out at",
             "known": ", ".join(f"{t:g}" for t in self.temperatures),
             "trust": "combine_teachers" if self.combine == "best" else "teacher_weighting",
-            "weighting": self.weighting or "ce",
-            "holds": "the server is asked for" if self.holder == "server" else "the cache holds",
-            "use": "use remote.kind:" if self.holder == "server" else "use a cache of kind",
+            "holds": "the server is asked for" if served else "the cache holds",
+            "use": "use remote.kind:" if served else "use a cache of kind",
         }
 
 
@@ -219,8 +200,8 @@ RULES = (
     Rule(
         "signal",
         lambda c: c.signal == "sampled" and c.entropy_gate,
-        "{holds} draws, which are unbiased for forward_kl only, and loss.entropy_gate is set: leave it out, or use a cache "
-        "of kind top_k or hidden",
+        "{holds} draws, which are unbiased for forward_kl only, and loss.entropy_gate is set: leave it out, or {use} top_k or "
+        "hidden",
     ),
     Rule(
         "signal",

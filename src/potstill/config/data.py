@@ -6,38 +6,37 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from potstill.config.sections import Positive, Section, Share
+from potstill.config.sections import Positive, Section, Share, key
 
 
 class SourceConfig(Section):
     """One place that records come from, and which of their columns to read. Exactly one of `files` and `dataset`; one of
     `text`, `prompt` with `completion`, and `messages` (none of them: the column named text)."""
 
-    files: str | list[str] | None = Field(
-        None, description="jsonl (also .jsonl.gz), json, parquet, arrow or txt files: paths, globs, `shipped:NAME`"
+    files: str | list[str] | None = key(
+        None, "jsonl (also .jsonl.gz), json, parquet, arrow or txt files: paths, globs, `shipped:NAME`"
     )
-    dataset: str | None = Field(None, description="a Hugging Face data set: hub name, or a folder that datasets wrote")
-    name: str | None = Field(None, description="with `dataset`: its configuration")
-    split: str = Field("train", description="with `dataset`: the split")
-    revision: str | None = Field(None, description="with `dataset`: hub revision")
-    streaming: bool = Field(False, description="with `dataset`: read it from the hub as it goes, without a local copy")
-    text: str | None = Field(None, description="column with plain text, all of it supervised; default `text`")
-    prompt: str | None = Field(
+    dataset: str | None = key(None, "a Hugging Face data set: hub name, or a folder that datasets wrote")
+    name: str | None = key(None, "with `dataset`: its configuration")
+    split: str = key("train", "with `dataset`: the split")
+    revision: str | None = key(None, "with `dataset`: hub revision")
+    streaming: bool = key(False, "with `dataset`: read it from the hub as it goes, without a local copy")
+    text: str | None = key(None, "column with plain text, all of it supervised; default `text`")
+    prompt: str | None = key(
         None,
-        description="column with a prompt, not supervised; goes with `completion`, or alone where all answers are written "
+        "column with a prompt, not supervised; goes with `completion`, or alone where all answers are written "
         "(`rollouts`)",
     )
-    completion: str | None = Field(None, description="column with the completion, supervised")
-    messages: str | None = Field(None, description="column with a chat; every assistant turn is supervised")
-    tools: str | None = Field(None, description="with `messages`: column with the tools offered to the model")
-    chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="with `messages`: further arguments of the chat template"
-    )
-    weight: Annotated[float, Field(gt=0)] | None = Field(
+    completion: str | None = key(None, "column with the completion, supervised")
+    messages: str | None = key(None, "column with a chat; every assistant turn is supervised")
+    tools: str | None = key(None, "with `messages`: column with the tools offered to the model")
+    chat_template_kwargs: dict[str, Any] = key({}, "with `messages`: further arguments of the chat template")
+    weight: float | None = key(
         None,
-        description="share of examples in a mixture (relative); for every source or for none, and with `train.steps` only",
+        "share of examples in a mixture (relative); for every source or for none, and with `train.steps` only",
+        gt=0,
     )
-    fraction: Share = Field(1.0, description="keep this share of the examples, chosen by a hash of their content")
+    fraction: Share = key(1.0, "keep this share of the examples, chosen by a hash of their content")
 
     @model_validator(mode="after")
     def _columns(self) -> SourceConfig:
@@ -61,33 +60,26 @@ class DataConfig(Section):
     """Text to train or evaluate on."""
 
     sources: Annotated[list[SourceConfig], Field(min_length=1)] = Field(description="where the records come from")
-    max_length: Positive = Field(
+    max_length: Positive = key(
         1024,
-        description="longest sequence in the student's tokens; longer ones are cut and counted; in evaluation, read in "
-        "windows",
+        "longest sequence in the student's tokens; longer ones are cut and counted; in evaluation, read in windows",
     )
-    piece_bytes: Positive | None = Field(
+    piece_bytes: Positive | None = key(
         None,
-        description="cut plain texts into pieces of at most this many bytes, before any tokenizer; default: as a "
-        "cache's texts "
+        "cut plain texts into pieces of at most this many bytes, before any tokenizer; default: as a cache's texts "
         "were cut, else measured so that nearly all fit max_length (saved with the run); in evaluation 4096",
     )
-    packing: bool = Field(
-        True, description="fill rows of max_length with several documents (which never see each other)"
-    )
-    shuffle: bool = Field(True, description="shuffle, from train.seed")
-    shuffle_buffer: Positive = Field(
+    packing: bool = key(True, "fill rows of max_length with several documents (which never see each other)")
+    shuffle: bool = key(True, "shuffle, from train.seed")
+    shuffle_buffer: Positive = key(
         20_000,
-        description="examples shuffled together; sources without weights are read one after another, so that those "
-        "larger than "
+        "examples shuffled together; sources without weights are read one after another, so that those larger than "
         "this hardly mix",
     )
-    append_eos: bool = Field(True, description="end documents and completions with the tokenizer's eos")
-    columns: list[str] = Field(
-        [], description="further columns (texts) to read; those that teachers name are read anyway"
-    )
-    workers: Positive = Field(
-        1, description="threads that prepare steps ahead for teachers: decoding caches, aligning with other tokenizers"
+    append_eos: bool = key(True, "end documents and completions with the tokenizer's eos")
+    columns: list[str] = key([], "further columns (texts) to read; those that teachers name are read anyway")
+    workers: Positive = key(
+        1, "threads that prepare steps ahead for teachers: decoding caches, aligning with other tokenizers"
     )
 
     @property

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from potstill.config.sections import Positive, Section, ServerAddress
+from potstill.config.sections import Positive, Section, ServerAddress, key
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -14,29 +14,24 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class StudentConfig(Section):
     """The model that learns. Exactly one of `model`, `from` (with `layers`) and `config` (with `tokenizer`)."""
 
-    model: str | None = Field(
-        None, description="a Hugging Face causal language model: folder, `shipped:NAME` or hub id"
+    model: str | None = key(None, "a Hugging Face causal language model: folder, `shipped:NAME` or hub id")
+    from_: str | None = key(None, "a model whose chosen `layers` make the student", alias="from")
+    layers: list[Annotated[int, Field(ge=0)]] | None = key(None, "with `from`: layers to keep, in order")
+    config: dict[str, Any] | None = key(
+        None, "a fresh model: a transformers config as keys, with `model_type` (vocab_size is filled in)"
     )
-    from_: str | None = Field(None, alias="from", description="a model whose chosen `layers` make the student")
-    layers: list[Annotated[int, Field(ge=0)]] | None = Field(None, description="with `from`: layers to keep, in order")
-    config: dict[str, Any] | None = Field(
-        None, description="a fresh model: a transformers config as keys, with `model_type` (vocab_size is filled in)"
-    )
-    revision: str | None = Field(None, description="hub revision of `model` or `from`")
-    tokenizer: str | None = Field(None, description="folder, `shipped:NAME` or hub id; default: the model's own")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="dtype the student's weights are kept and trained in"
-    )
-    attn_implementation: str | None = Field(
-        None, description="eager, sdpa, flash_attention_2, …; default: the model's own"
-    )
-    dropout: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+    revision: str | None = key(None, "hub revision of `model` or `from`")
+    tokenizer: str | None = key(None, "folder, `shipped:NAME` or hub id; default: the model's own")
+    dtype: Literal["float32", "bfloat16"] = key("float32", "dtype the student's weights are kept and trained in")
+    attn_implementation: str | None = key(None, "eager, sdpa, flash_attention_2, …; default: the model's own")
+    dropout: float | None = key(
         None,
-        description="probability of all its dropouts while it trains; default: 0 where it writes text "
-        "(rollouts.on_policy_fraction), for "
-        "it writes without, otherwise the model's own",
+        "probability of all its dropouts while it trains; default: 0 where it writes text "
+        "(rollouts.on_policy_fraction), for it writes without, otherwise the model's own",
+        ge=0,
+        lt=1,
     )
-    trust_remote_code: bool = Field(False, description="run model code from the hub")
+    trust_remote_code: bool = key(False, "run model code from the hub")
 
     @model_validator(mode="after")
     def _one_origin(self) -> StudentConfig:
@@ -57,140 +52,128 @@ class StudentConfig(Section):
 class StoreConfig(Section):
     """What a cache keeps of a teacher; docs/cache.md says what each kind costs and gives."""
 
-    kind: Literal["top_k", "sampled", "hidden", "token_logprobs"] = Field(
+    kind: Literal["top_k", "sampled", "hidden", "token_logprobs"] = key(
         "top_k",
-        description="top_k: the k likeliest tokens and the mass of the rest; sampled: draws; hidden: hidden states, exact; "
+        "top_k: the k likeliest tokens and the mass of the rest; sampled: draws; hidden: hidden states, exact; "
         "token_logprobs: only how likely the text's own tokens were",
     )
-    k: Positive = Field(64, description="top_k: how many tokens")
-    temperatures: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = Field(
-        [1.0], description="top_k: temperatures at which a student may learn from it (2 bytes a token each)"
+    k: Positive = key(64, "top_k: how many tokens")
+    temperatures: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = key(
+        [1.0], "top_k: temperatures at which a student may learn from it (2 bytes a token each)"
     )
-    tail_samples: Annotated[int, Field(ge=0, le=4096)] = Field(
+    tail_samples: int = key(
         0,
-        description="top_k: draws from the rest, from which forward KL learns what is in it; more of them where it is heavy",
+        "top_k: draws from the rest, from which forward KL learns what is in it; more of them where it is heavy",
+        ge=0,
+        le=4096,
     )
-    num_samples: Annotated[int, Field(gt=0, le=4096)] = Field(50, description="sampled: how many draws a token")
-    seed: int = Field(0, description="seed of the draws")
+    num_samples: int = key(50, "sampled: how many draws a token", gt=0, le=4096)
+    seed: int = key(0, "seed of the draws")
 
 
 class CrossTokenizerConfig(Section):
     """How to learn from a teacher with another tokenizer; unused when it is the student's. docs/cross-tokenizer.md."""
 
-    method: Literal["prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld"] = Field(
+    method: Literal["prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld"] = key(
         "prefix_marginal",
-        description="what is compared: the teacher's next token spelled in the student's; or, where both tokenizers have cut "
-        "the same bytes, ids that mean the same; the student's ids sent to the teacher's; how likely the bytes are; sorted "
-        "probabilities",
+        "what is compared: the teacher's next token spelled in the student's; or, where both tokenizers have cut the "
+        "same bytes, ids that mean the same; the student's ids sent to the teacher's; how likely the bytes are; "
+        "sorted probabilities",
     )
-    decay: Annotated[float, Field(ge=0, le=1)] = Field(
+    decay: float = key(
         0.0,
-        description="projection: an id without a partner goes to the teacher's pieces of it, each with this share of "
-        "the last",
+        "projection: an id without a partner goes to the teacher's pieces of it, each with this share of the last",
+        ge=0,
+        le=1,
     )
-    chunk_temperature: Annotated[float, Field(gt=0)] = Field(
-        4.0, description="span_likelihood: likelihoods are raised to one over this"
-    )
+    chunk_temperature: float = key(4.0, "span_likelihood: likelihoods are raised to one over this", gt=0)
 
 
 class RemoteConfig(Section):
     """How a teacher behind a server is asked; docs/remote.md."""
 
-    kind: Literal["top_k", "hidden", "token_logprobs", "student_top_k"] = Field(
+    kind: Literal["top_k", "hidden", "token_logprobs", "student_top_k"] = key(
         "top_k",
-        description="what it is asked for (without `cache`): its k likeliest tokens and the mass of the rest; hidden states "
+        "what it is asked for (without `cache`): its k likeliest tokens and the mass of the rest; hidden states "
         "(`potstill serve` only), exact; how likely the text's own tokens are; or how likely those are that the "
-        "student likes "
-        "best (`potstill serve` only), for reverse KL",
+        "student likes best (`potstill serve` only), for reverse KL",
     )
-    k: Positive = Field(64, description="top_k, student_top_k: how many tokens")
-    concurrency: Positive = Field(8, description="requests under way at once")
-    timeout: Annotated[float, Field(gt=0)] = Field(
-        120.0,
-        description="seconds after which a request is given up and sent again; one more for each 128 KB that it moves",
+    k: Positive = key(64, "top_k, student_top_k: how many tokens")
+    concurrency: Positive = key(8, "requests under way at once")
+    timeout: float = key(
+        120.0, "seconds after which a request is given up and sent again; one more for each 128 KB that it moves", gt=0
     )
-    retry_timeout: Annotated[float, Field(ge=0)] = Field(
-        600.0, description="seconds to wait for a server that is away or fails (5xx) before the run stops"
+    retry_timeout: float = key(
+        600.0, "seconds to wait for a server that is away or fails (5xx) before the run stops", ge=0
     )
-    start_timeout: Annotated[float, Field(ge=0)] = Field(
+    start_timeout: float = key(
         10.0,
-        description="seconds to wait for a server that cannot be reached at the start; one that has answered once is "
-        "waited for by `retry_timeout`",
+        "seconds to wait for a server that cannot be reached at the start; one that has answered once is waited for "
+        "by `retry_timeout`",
+        ge=0,
     )
-    api_key_env: str | None = Field(None, description="name of the environment variable with the bearer token")
+    api_key_env: str | None = key(None, "name of the environment variable with the bearer token")
 
 
 class TeacherConfig(Section):
     """A model to learn from: in this process, behind a server, or as its signal on disk, alone or beside one of them."""
 
-    model: str | None = Field(
-        None, description="a Hugging Face causal language model: folder, `shipped:NAME` or hub id"
-    )
-    cache: str | None = Field(
+    model: str | None = key(None, "a Hugging Face causal language model: folder, `shipped:NAME` or hub id")
+    cache: str | None = key(
         None,
-        description="folder that `potstill cache build` made: the teacher is never loaded; beside `model` or `server`: "
-        "what it "
+        "folder that `potstill cache build` made: the teacher is never loaded; beside `model` or `server`: what it "
         "lacks is computed and added",
     )
-    server: ServerAddress | None = Field(
+    server: ServerAddress | None = key(
         None,
-        description="address of `potstill serve`, or of an OpenAI-compatible server that gives prompt "
-        "log-probabilities (vLLM)",
+        "address of `potstill serve`, or of an OpenAI-compatible server that gives prompt log-probabilities (vLLM)",
     )
-    source: str | None = Field(
-        None, description="a source of your own, by its name in `potstill.teachers.open.SOURCES` (docs/extending.md)"
+    source: str | None = key(
+        None, "a source of your own, by its name in `potstill.teachers.open.SOURCES` (docs/extending.md)"
     )
-    options: dict[str, Any] = Field({}, description="with `source`: what it is opened with")
+    options: dict[str, Any] = key({}, "with `source`: what it is opened with")
     remote: RemoteConfig = RemoteConfig()
-    served_model_name: str | None = Field(
-        None, description="with `server`: the model's name there; default: its only one"
+    served_model_name: str | None = key(None, "with `server`: the model's name there; default: its only one")
+    tokenizer: str | None = key(
+        None, "with `server`: the teacher's tokenizer, where the server does not hand it out; default: the name there"
     )
-    tokenizer: str | None = Field(
-        None,
-        description="with `server`: the teacher's tokenizer, where the server does not hand it out; default: the name there",
-    )
-    on_missing: Literal["error", "skip"] = Field(
-        "error", description="with `cache` alone: what to do with a document that is not in it; skip counts and reports"
+    on_missing: Literal["error", "skip"] = key(
+        "error", "with `cache` alone: what to do with a document that is not in it; skip counts and reports"
     )
     store: StoreConfig = StoreConfig()
     cross_tokenizer: CrossTokenizerConfig = CrossTokenizerConfig()
-    filter: dict[str, str | list[str]] = Field(
-        {},
-        description="which records it teaches, by their columns, as in {domain: math} or {language: [de, fr]}; default: all",
+    filter: dict[str, str | list[str]] = key(
+        {}, "which records it teaches, by their columns, as in {domain: math} or {language: [de, fr]}; default: all"
     )
-    context_column: str | None = Field(
+    context_column: str | None = key(
         None,
-        description="column with what it reads in place of the student's prompt: before a plain text, or as the system "
-        "message "
-        "of a chat (a hint that the student does not get; without `cache`)",
+        "column with what it reads in place of the student's prompt: before a plain text, or as the system message of"
+        " a chat (a hint that the student does not get; without `cache`)",
     )
-    revision: str | None = Field(None, description="hub revision")
-    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="weight of this teacher's loss among several")
-    dtype: Dtype | Literal["auto"] = Field(
-        "auto", description="dtype of its weights; auto: as saved (float32 on a CPU)"
-    )
-    quantize: Literal["8bit", "4bit"] | None = Field(
-        None, description="load in 8 or 4 bits (extra `quant`, needs CUDA)"
-    )
-    attn_implementation: str | None = Field(None, description="eager, sdpa, flash_attention_2, …")
-    trust_remote_code: bool = Field(False, description="run model code from the hub")
+    revision: str | None = key(None, "hub revision")
+    weight: float = key(1.0, "weight of this teacher's loss among several", gt=0)
+    dtype: Dtype | Literal["auto"] = key("auto", "dtype of its weights; auto: as saved (float32 on a CPU)")
+    quantize: Literal["8bit", "4bit"] | None = key(None, "load in 8 or 4 bits (extra `quant`, needs CUDA)")
+    attn_implementation: str | None = key(None, "eager, sdpa, flash_attention_2, …")
+    trust_remote_code: bool = key(False, "run model code from the hub")
 
     @model_validator(mode="after")
     def _an_origin(self) -> TeacherConfig:
-        if self.model is None and self.cache is None and self.server is None and self.source is None:
+        given = [name for name in ("model", "server", "cache", "source") if getattr(self, name) is not None]
+        if not given:
             raise ValueError("give model, server or cache, or a cache beside one of the others")
-        if self.model is not None and self.server is not None:
+        if "model" in given and "server" in given:
             raise ValueError("give model or server, not both: they would be two teachers")
-        if self.source is not None and (self.model or self.server or self.cache):
+        if "source" in given and len(given) > 1:
             raise ValueError("source goes without model, server and cache")
-        if self.on_missing == "skip" and not (self.model is None and self.server is None):
+        if self.on_missing == "skip" and ("model" in given or "server" in given):
             raise ValueError(
                 "on_missing: skip goes with a cache alone; with model or server beside it, what is missing is computed"
             )
-        if self.server is None and (self.tokenizer or self.served_model_name or self.remote != RemoteConfig()):
-            raise ValueError("tokenizer, served_model_name and remote go with server")
-        if self.server is not None:
+        if "server" in given:
             self._served()
+        elif self.tokenizer or self.served_model_name or self.remote != RemoteConfig():
+            raise ValueError("tokenizer, served_model_name and remote go with server")
         return self
 
     def _served(self) -> None:

@@ -38,14 +38,12 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     return kept
 
 
-def _constructors() -> dict[str | None, Any]:
-    known = yaml.SafeLoader.yaml_constructors
-    return {tag: make for tag, make in known.items() if tag is None or tag.removeprefix(TAG) in KINDS}
+CONSTRUCTORS = {t: make for t, make in yaml.SafeLoader.yaml_constructors.items() if t is None or t[len(TAG) :] in KINDS}
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _resolvers()
-    yaml_constructors = _constructors()
+    yaml_constructors = CONSTRUCTORS
     _level = 0
 
     def get_single_node(self) -> Any:
@@ -104,34 +102,25 @@ class _Dumper(yaml.SafeDumper):
         return '"' if not text.isprintable() else super().choose_scalar_style()
 
 
-def read_yaml(text: str) -> Any:
-    """What a YAML text holds. An error says what is wrong with it, in one line."""
-    return _read(text, _Loader)
-
-
-def read_word(text: str) -> Any:
-    """What a value on a command line means."""
-    return _read(text, _WordLoader)
-
-
 def write_yaml(value: Any) -> str:
     return yaml.dump(
         value, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False, width=float("inf")
     )
 
 
-def _read(text: str, loader: Callable[..., Any]) -> Any:
+def read_yaml(text: str, loader: Callable[..., Any] = _Loader) -> Any:
+    """What a YAML text holds. An error says what is wrong with it, in one line."""
     try:
         return yaml.load(text, Loader=loader)  # a SafeLoader with still fewer kinds of values
     except yaml.YAMLError as error:
         raise PotstillError(" ".join(str(error).split())) from None
-    except (
-        ValueError,
-        KeyError,
-        AttributeError,
-        OverflowError,
-    ) as error:  # a tag with what it cannot be, such as !!int x
+    except (ValueError, KeyError, AttributeError, OverflowError) as error:  # a tag with what it cannot be: !!int x
         raise PotstillError(f"a value in it cannot be read ({type(error).__name__}: {str(error)[:100]})") from None
+
+
+def read_word(text: str) -> Any:
+    """What a value on a command line means."""
+    return read_yaml(text, _WordLoader)
 
 
 def _values(node: Any, counted: dict[int, int]) -> int:

@@ -33,21 +33,20 @@ def load_recipe(recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Iter
         keys, where = escaped(dict(recipe)), "the recipe"
     else:
         keys, where = _read_file(Path(recipe)), str(recipe)
-    keys = _overridden(keys, overrides)
-    try:
-        keys = resolved(keys)
-    except PotstillError as error:
-        raise PotstillError(f"{where}: {error}") from None
-    return checked(Recipe, keys, where)
+    return checked(Recipe, _resolved(_overridden(keys, overrides), where), where)
 
 
 def read_keys(path: Path) -> tuple[str, dict[str, Any]]:
     """A recipe's text and its keys, with references resolved and nothing checked."""
-    keys = _read_file(path)
+    keys = _resolved(_read_file(path), str(path))
+    return path.read_text(encoding="utf-8"), keys
+
+
+def _resolved(keys: dict[str, Any], where: str) -> Any:
     try:
-        return path.read_text(encoding="utf-8"), resolved(keys)
+        return resolved(keys)
     except PotstillError as error:
-        raise PotstillError(f"{path}: {error}") from None
+        raise PotstillError(f"{where}: {error}") from None
 
 
 def checked(section: type[Checked], keys: Any, where: str) -> Checked:
@@ -111,42 +110,34 @@ def _overridden(keys: Any, overrides: Iterable[str]) -> Any:
     return keys
 
 
-def _set(keys: Any, path: list[str], value: Any, override: str) -> None:
+def _set(node: Any, path: list[str], value: Any, override: str) -> None:
     """Set `a.b.0.c` in nested keys; a list's index must be one that is there."""
-    node = keys
     for depth, part in enumerate(path):
-        last = depth == len(path) - 1
+        place: Any = part
         if isinstance(node, list):
             if not part.isdecimal() or int(part) >= len(node):
                 at = ".".join(path[:depth])
                 raise PotstillError(
                     f"override {override!r}: {at} is a list of {len(node)}; {part!r} is not one of its places"
                 )
-            place: Any = int(part)
-        else:
-            place = part
-            node.setdefault(place, {})
-        if last:
+            place = int(part)
+        if depth == len(path) - 1:
             node[place] = value
-        elif not isinstance(node[place], dict | list):
+        elif not isinstance(node.get(place) if isinstance(node, dict) else node[place], dict | list):
             node[place] = {}
         node = node[place]
 
 
-# What a value of the wrong kind should have been, in our words.
+# What a value of the wrong kind should have been, in our words; by the first word of pydantic's name for the error.
 EXPECTED = {
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "dict_type": "keys with values",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "int_from_float": "a whole number",
-    "int_parsing": "a whole number",
-    "int_type": "a whole number",
-    "list_type": "a list",
-    "model_type": "a section with keys",
-    "string_type": "text",
-    "tuple_type": "a list",
+    "bool": "true or false",
+    "dict": "keys with values",
+    "float": "a number",
+    "int": "a whole number",
+    "list": "a list",
+    "model": "a section with keys",
+    "string": "text",
+    "tuple": "a list",
 }
 
 
@@ -189,16 +180,13 @@ def _problem(detail: ErrorDetails, section: type[BaseModel] | None) -> tuple[str
         return "is missing", ""
     if kind == "value_error":
         return detail["msg"].removeprefix("Value error, "), ""
-    instead = f", not {_shown(detail['input'])}"
+    shown = repr(detail["input"])
+    instead = f", not {shown if len(shown) <= 200 else f'{shown[:200]}…'}"
     if kind == "too_short":
         return f"should have at least {detail['ctx']['min_length']}", instead
-    allowed = EXPECTED.get(kind) or detail["msg"].removeprefix("Input should be ")
+    wrong_kind = re.fullmatch(r"([a-z]+)_(?:type|parsing|from_float)", kind)
+    allowed = EXPECTED.get(wrong_kind[1] if wrong_kind else "") or detail["msg"].removeprefix("Input should be ")
     return f"should be {allowed}", instead
-
-
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 200 else f"{shown[:200]}…"
 
 
 def _place(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:

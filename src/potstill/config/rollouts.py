@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from potstill.config.sections import Positive, Section, ServerAddress
+from potstill.config.sections import Positive, Section, ServerAddress, key
 
 SMALLEST_SHARE = 1e-9  # what shares may miss one by, for rounding
 
@@ -21,47 +21,39 @@ ENGINES = {  # what writes text: the module whose open_engine(EngineSetup) start
 class SamplingConfig(Section):
     """How text is written. Log-probabilities of what was written are kept after all of this."""
 
-    temperature: Annotated[float, Field(ge=0)] = Field(1.0, description="of the softmax; 0: always the likeliest token")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="only the likeliest tokens that together have this probability"
-    )
-    top_k: Annotated[int, Field(ge=0)] = Field(0, description="only so many of the likeliest tokens; 0: all")
-    min_p: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="only tokens with at least this share of the likeliest one's probability"
-    )
-    max_new_tokens: Positive = Field(256, description="longest text that is written, in tokens")
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(
-        [], description="texts that end what is written, besides the model's eos"
-    )
-    seed: int | None = Field(None, description="default: train.seed")
+    temperature: float = key(1.0, "of the softmax; 0: always the likeliest token", ge=0)
+    top_p: float = key(1.0, "only the likeliest tokens that together have this probability", gt=0, le=1)
+    top_k: int = key(0, "only so many of the likeliest tokens; 0: all", ge=0)
+    min_p: float = key(0.0, "only tokens with at least this share of the likeliest one's probability", ge=0, lt=1)
+    max_new_tokens: Positive = key(256, "longest text that is written, in tokens")
+    stop: list[Annotated[str, Field(min_length=1)]] = key([], "texts that end what is written, besides the model's eos")
+    seed: int | None = key(None, "default: train.seed")
 
 
 class EngineConfig(Section):
     """What runs the writer's model."""
 
-    kind: str = Field(
+    kind: str = key(
         "transformers",
-        description="transformers: in this process; vllm: in this process too, or behind `server`",
+        "transformers: in this process; vllm: in this process too, or behind `server`",
         json_schema_extra={"enum": list(ENGINES)},
     )
-    server: ServerAddress | None = Field(
-        None, description="vllm: address of a running `vllm serve`, which takes new weights from `folder`"
+    server: ServerAddress | None = key(
+        None, "vllm: address of a running `vllm serve`, which takes new weights from `folder`"
     )
-    folder: str | None = Field(
-        None, description="with `server`: folder for weights that both processes see; default: in the run's folder"
+    folder: str | None = key(
+        None, "with `server`: folder for weights that both processes see; default: in the run's folder"
     )
-    batch_size: Positive = Field(256, description="transformers: texts written at once; more are written in turns")
-    options: dict[str, Any] = Field(
-        {}, description="vllm: further arguments of vllm.LLM, such as gpu_memory_utilization"
-    )
+    batch_size: Positive = key(256, "transformers: texts written at once; more are written in turns")
+    options: dict[str, Any] = key({}, "vllm: further arguments of vllm.LLM, such as gpu_memory_utilization")
 
     @model_validator(mode="after")
     def _fits(self) -> EngineConfig:
         if self.kind not in ENGINES:
             raise ValueError(f"there is no engine {self.kind}: choose one of {', '.join(ENGINES)}")
-        for key in ("server", "folder", "options"):
-            if getattr(self, key) and self.kind != "vllm":
-                raise ValueError(f"{key} goes with kind: vllm")
+        for name in ("server", "folder", "options"):
+            if getattr(self, name) and self.kind != "vllm":
+                raise ValueError(f"{name} goes with kind: vllm")
         if self.server and self.options:
             raise ValueError("options are of vllm in this process; a server has been started with its own")
         if self.folder and not self.server:
@@ -73,28 +65,26 @@ class RolloutsConfig(Section):
     """Whose text is trained on: the data set's, or what the student or a teacher writes after the data set's prompts (a
     `prompt` column, a chat up to its last assistant turn, the first tokens of a plain text). docs/on-policy.md."""
 
-    on_policy_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="share of the prompts that the student answers itself (λ); drawn for each prompt"
+    on_policy_fraction: float = key(
+        0.0, "share of the prompts that the student answers itself (λ); drawn for each prompt", ge=0, le=1
     )
-    teacher_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="share of the prompts that the first teacher answers (sequence-level distillation)"
+    teacher_fraction: float = key(
+        0.0, "share of the prompts that the first teacher answers (sequence-level distillation)", ge=0, le=1
     )
-    num_generations: Positive = Field(1, description="answers written to each prompt")
-    generation_batch_size: Positive | None = Field(
-        None,
-        description="prompts of one generation: × num_generations = train.batch_size × steps_per_generation; default: "
-        "as many",
+    num_generations: Positive = key(1, "answers written to each prompt")
+    generation_batch_size: Positive | None = key(
+        None, "prompts of one generation: × num_generations = train.batch_size × steps_per_generation; default: as many"
     )
-    steps_per_generation: Positive = Field(
-        1,
-        description="optimizer steps whose texts are written at once; above 1, later ones train on older weights' text",
+    steps_per_generation: Positive = key(
+        1, "optimizer steps whose texts are written at once; above 1, later ones train on older weights' text"
     )
-    max_staleness: Annotated[int, Field(ge=0)] = Field(
+    max_staleness: int = key(
         0,
-        description="optimizer steps that may lie between the weights that wrote a text and those it trains; from "
-        "2 × steps_per_generation − 1 on, the next texts are written while the present ones train",
+        "optimizer steps that may lie between the weights that wrote a text and those it trains; from 2 × "
+        "steps_per_generation − 1 on, the next texts are written while the present ones train",
+        ge=0,
     )
-    prompt_tokens: Positive = Field(32, description="of a plain text: how many of its first tokens are the prompt")
+    prompt_tokens: Positive = key(32, "of a plain text: how many of its first tokens are the prompt")
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
 

@@ -35,6 +35,11 @@ def _without_password(address: str) -> str:
 ServerAddress = Annotated[str, AfterValidator(_without_password)]
 
 
+def key(default: Any, description: str, **more: Any) -> Any:
+    """A key of a section: its default, what it means, and the bounds of its value."""
+    return Field(default, description=description, **more)
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True, ser_json_inf_nan="constants"
@@ -52,10 +57,8 @@ class Schedule(Section):
 
     start: float = Field(description="value at the first step")
     end: float = Field(description="value once the moving part is over")
-    shape: Literal["constant", "linear", "cosine"] = Field(
-        "linear", description="how it moves; constant stays at start"
-    )
-    over: Share = Field(1.0, description="share of the run's steps the movement takes")
+    shape: Literal["constant", "linear", "cosine"] = key("linear", "how it moves; constant stays at start")
+    over: Share = key(1.0, "share of the run's steps the movement takes")
 
     def at(self, progress: float) -> float:
         """The value at `progress` (0 at the first step, 1 at the last)."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from potstill.config.data import DataConfig
-from potstill.config.sections import Positive, Schedule, Scheduled, Section, Share
+from potstill.config.sections import Positive, Schedule, Scheduled, Section, Share, key
 
 
 class LossConfig(Section):
@@ -16,59 +16,53 @@ class LossConfig(Section):
 
     divergence: Literal[
         "forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd", "policy_gradient_kl"
-    ] = Field(
+    ] = key(
         "forward_kl",
-        description="how far the student is from the teacher; docs/losses.md has the formulas. policy_gradient_kl: "
-        "reverse KL "
-        "by the tokens that the student drew (rollouts.on_policy_fraction: 1), for teachers that tell only how likely "
+        "how far the student is from the teacher; docs/losses.md has the formulas. policy_gradient_kl: reverse KL by "
+        "the tokens that the student drew (rollouts.on_policy_fraction: 1), for teachers that tell only how likely "
         "those are",
     )
-    discount: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.0, description="policy_gradient_kl: how much a token answers for the tokens after it; 0: for itself alone"
+    discount: float = key(
+        0.0, "policy_gradient_kl: how much a token answers for the tokens after it; 0: for itself alone", ge=0, le=1
     )
-    ratio_clip: Annotated[float, Field(ge=1)] = Field(
-        2.0, description="policy_gradient_kl: largest ratio of a token's probability now and when it was drawn"
+    ratio_clip: float = key(
+        2.0, "policy_gradient_kl: largest ratio of a token's probability now and when it was drawn", ge=1
     )
-    beta: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="jsd: 0 is forward KL, 1 is reverse KL")
-    alpha: Annotated[float, Field(gt=0, lt=1)] = Field(0.1, description="skew of skew_kl and skew_reverse_kl")
-    entropy_gate: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description="mix forward KL in where the teacher is unsure: its share of the largest entropy, to this power",
+    beta: float = key(0.5, "jsd: 0 is forward KL, 1 is reverse KL", ge=0, le=1)
+    alpha: float = key(0.1, "skew of skew_kl and skew_reverse_kl", gt=0, lt=1)
+    entropy_gate: float | None = key(
+        None, "mix forward KL in where the teacher is unsure: its share of the largest entropy, to this power", gt=0
     )
-    temperature: Scheduled = Field(
-        1.0, description="softmax temperature T of both sides; the divergence is multiplied by T² (tvd: by T)"
+    temperature: Scheduled = key(
+        1.0, "softmax temperature T of both sides; the divergence is multiplied by T² (tvd: by T)"
     )
-    combine_teachers: Literal["sum", "average", "best"] = Field(
+    combine_teachers: Literal["sum", "average", "best"] = key(
         "sum",
-        description="with several teachers: the weighted sum of their divergences; one divergence, from the weighted mean of "
+        "with several teachers: the weighted sum of their divergences; one divergence, from the weighted mean of "
         "their distributions (live, one tokenizer); or for each document the one to which it is likeliest",
     )
-    teacher_weighting: Literal["ce", "entropy", "max_probability"] | None = Field(
+    teacher_weighting: Literal["ce", "entropy", "max_probability"] | None = key(
         None,
-        description="combine_teachers: sum: weigh the teachers anew for each document, by how likely it is to them, by "
-        "how sure they "
-        "are, or by the probability of their first choices",
+        "combine_teachers: sum: weigh the teachers anew for each document, by how likely it is to them, by how sure "
+        "they are, or by the probability of their first choices",
     )
-    dynamic_scaling: bool = Field(
-        False,
-        description="multiply the divergence by cross-entropy ÷ divergence of the step before, so that both are of one size",
+    dynamic_scaling: bool = key(
+        False, "multiply the divergence by cross-entropy ÷ divergence of the step before, so that both are of one size"
     )
-    kd_weight: Scheduled = Field(1.0, description="weight of the divergence (α); unused when there is no teacher")
-    ce_weight: Scheduled | None = Field(
-        None, description="weight of the cross-entropy to the text; default: 0 with a teacher, 1 without"
+    kd_weight: Scheduled = key(1.0, "weight of the divergence (α); unused when there is no teacher")
+    ce_weight: Scheduled | None = key(
+        None, "weight of the cross-entropy to the text; default: 0 with a teacher, 1 without"
     )
 
     @model_validator(mode="after")
     def _ranges(self) -> LossConfig:
-        for key in ("temperature", "kd_weight", "ce_weight"):
-            number = getattr(self, key)
-            if number is None:
-                continue
-            ends = (number.start, number.end) if isinstance(number, Schedule) else (number,)
-            if key == "temperature" and min(ends) <= 0:
-                raise ValueError(f"temperature must be above 0, not {min(ends)}")
-            if min(ends) < 0:
-                raise ValueError(f"{key} must not be negative, and is {min(ends)}")
+        for name in ("temperature", "kd_weight", "ce_weight"):
+            number = getattr(self, name)
+            lowest = min(number.start, number.end) if isinstance(number, Schedule) else number
+            if name == "temperature" and lowest <= 0:
+                raise ValueError(f"temperature must be above 0, not {lowest}")
+            if lowest is not None and lowest < 0:
+                raise ValueError(f"{name} must not be negative, and is {lowest}")
         return self
 
     @property
@@ -83,25 +77,23 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Section):
     """What takes the steps."""
 
-    name: Literal["adamw", "muon"] = Field("adamw", description="muon: Muon on the hidden matrices, AdamW on the rest")
-    lr: Annotated[float, Field(gt=0)] = Field(3e-4, description="peak learning rate of AdamW")
-    muon_lr: Annotated[float, Field(gt=0)] = Field(0.02, description="peak learning rate of Muon")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's betas")
-    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="on matrices only")
-    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="Muon's momentum")
+    name: Literal["adamw", "muon"] = key("adamw", "muon: Muon on the hidden matrices, AdamW on the rest")
+    lr: float = key(3e-4, "peak learning rate of AdamW", gt=0)
+    muon_lr: float = key(0.02, "peak learning rate of Muon", gt=0)
+    betas: tuple[Beta, Beta] = key((0.9, 0.95), "AdamW's betas")
+    eps: float = key(1e-8, "AdamW's epsilon", gt=0)
+    weight_decay: float = key(0.1, "on matrices only", ge=0)
+    momentum: float = key(0.95, "Muon's momentum", ge=0, lt=1)
 
 
 class LrScheduleConfig(Section):
     """The learning rate over the run, as a share of its peak."""
 
-    shape: Literal["cosine", "linear", "constant", "wsd"] = Field("cosine", description="after the warm-up")
-    warmup_steps: Annotated[int, Field(ge=0)] = Field(0, description="steps of linear warm-up; this or warmup_ratio")
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="warm-up as a share of all steps")
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="last learning rate as a share of the peak"
-    )
-    decay: Share = Field(0.2, description="wsd: share of the steps, at the end, that decays")
+    shape: Literal["cosine", "linear", "constant", "wsd"] = key("cosine", "after the warm-up")
+    warmup_steps: int = key(0, "steps of linear warm-up; this or warmup_ratio", ge=0)
+    warmup_ratio: float = key(0.0, "warm-up as a share of all steps", ge=0, le=1)
+    min_lr_ratio: float = key(0.1, "last learning rate as a share of the peak", ge=0, le=1)
+    decay: Share = key(0.2, "wsd: share of the steps, at the end, that decays")
 
     @model_validator(mode="after")
     def _one_warmup(self) -> LrScheduleConfig:
@@ -113,22 +105,18 @@ class LrScheduleConfig(Section):
 class TrainConfig(Section):
     """How long, in what steps and on what. Exactly one of `steps` and `epochs`."""
 
-    steps: Positive | None = Field(None, description="optimizer steps; this or epochs")
-    epochs: Positive | None = Field(None, description="passes over the data; this or steps")
-    batch_size: Positive = Field(8, description="rows per optimizer step: packed rows, or documents without packing")
-    micro_batch_size: Positive | None = Field(
-        None, description="rows per forward pass; must divide batch_size; default all"
-    )
+    steps: Positive | None = key(None, "optimizer steps; this or epochs")
+    epochs: Positive | None = key(None, "passes over the data; this or steps")
+    batch_size: Positive = key(8, "rows per optimizer step: packed rows, or documents without packing")
+    micro_batch_size: Positive | None = key(None, "rows per forward pass; must divide batch_size; default all")
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
-        1.0, description="largest gradient norm; null: no clipping"
-    )
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast over weights kept in student.dtype")
-    gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, a third more time")
-    compile: bool = Field(False, description="torch.compile the student's layers")
-    seed: int = Field(0, description="initial weights, shuffling, dropout")
-    device: str = Field("auto", description="auto: cuda, mps or cpu, whichever there is")
+    max_grad_norm: float | None = key(1.0, "largest gradient norm; null: no clipping", gt=0)
+    precision: Literal["fp32", "bf16"] = key("fp32", "bf16: autocast over weights kept in student.dtype")
+    gradient_checkpointing: bool = key(False, "recompute activations: less memory, a third more time")
+    compile: bool = key(False, "torch.compile the student's layers")
+    seed: int = key(0, "initial weights, shuffling, dropout")
+    device: str = key("auto", "auto: cuda, mps or cpu, whichever there is")
 
     @model_validator(mode="after")
     def _length(self) -> TrainConfig:
@@ -147,40 +135,38 @@ class CheckpointConfig(Section):
     """What is saved, and how a run goes on. A checkpoint is also written at the end, when the run is stopped, and when an
     evaluation is the best so far."""
 
-    every: Positive | None = Field(None, description="steps between checkpoints; default: by time only")
-    every_minutes: Annotated[float, Field(gt=0)] | None = Field(
-        15, description="minutes after a checkpoint before there is another: what a crash can cost; null: by steps only"
+    every: Positive | None = key(None, "steps between checkpoints; default: by time only")
+    every_minutes: float | None = key(
+        15, "minutes after a checkpoint before there is another: what a crash can cost; null: by steps only", gt=0
     )
-    keep: Positive = Field(2, description="how many of the newest to keep (the best is kept besides)")
-    resume: Literal["auto", "never", "force"] = Field(
-        "auto",
-        description="auto: go on where the run folder stops; never: refuse a used folder; force: with other settings too",
+    keep: Positive = key(2, "how many of the newest to keep (the best is kept besides)")
+    resume: Literal["auto", "never", "force"] = key(
+        "auto", "auto: go on where the run folder stops; never: refuse a used folder; force: with other settings too"
     )
-    push_to_hub: str | None = Field(None, description="hub repository the final model is pushed to")
+    push_to_hub: str | None = key(None, "hub repository the final model is pushed to")
 
 
 class EvalConfig(Section):
     """Held-out text, read in order and without an added eos, and beginnings to complete."""
 
     data: DataConfig = Field(description="held-out text")
-    every: Positive | None = Field(None, description="steps between evaluations; always at the end")
-    examples: Positive | None = Field(None, description="use only the first so many examples")
-    batch_size: Positive = Field(8, description="rows per forward pass")
-    prompts: list[str] = Field([], description="beginnings the student completes, shown in the report")
-    max_new_tokens: Positive = Field(64, description="length of those completions")
-    on_policy_samples: Annotated[int, Field(ge=0)] = Field(
+    every: Positive | None = key(None, "steps between evaluations; always at the end")
+    examples: Positive | None = key(None, "use only the first so many examples")
+    batch_size: Positive = key(8, "rows per forward pass")
+    prompts: list[str] = key([], "beginnings the student completes, shown in the report")
+    max_new_tokens: Positive = key(64, "length of those completions")
+    on_policy_samples: int = key(
         0,
-        description="answers that the student writes to the beginnings of held-out texts (by rollouts.prompt_tokens and "
+        "answers that the student writes to the beginnings of held-out texts (by rollouts.prompt_tokens and "
         "rollouts.sampling.max_new_tokens), on which the reverse KL to a live teacher is measured; 0: none",
+        ge=0,
     )
 
 
 class LogConfig(Section):
     """What is written while a run goes on; docs/metrics.md says what the numbers mean."""
 
-    every: Positive = Field(10, description="steps between lines in a log file (a terminal shows a bar)")
-    stat_rows: Annotated[int, Field(ge=0)] = Field(
-        256, description="rows a step on which entropies, agreement and KL at T = 1 are measured; 0: off"
-    )
-    tensorboard: bool = Field(True, description="write TensorBoard events")
-    wandb: str | None = Field(None, description="Weights & Biases project (extra `wandb`)")
+    every: Positive = key(10, "steps between lines in a log file (a terminal shows a bar)")
+    stat_rows: int = key(256, "rows a step on which entropies, agreement and KL at T = 1 are measured; 0: off", ge=0)
+    tensorboard: bool = key(True, "write TensorBoard events")
+    wandb: str | None = key(None, "Weights & Biases project (extra `wandb`)")

@@ -8,8 +8,8 @@ from tiny import CPU, tiny
 from typer.testing import CliRunner
 
 from potstill.cli.main import app
+from potstill.cli.options import source_of
 from potstill.config import DataConfig, TeacherConfig
-from potstill.evals.command import source_of
 from potstill.evals.fidelity import evaluate
 from potstill.models import load_teacher
 from potstill.teachers.live import live_teacher
@@ -37,7 +37,7 @@ def test_a_name_with_a_dot_is_a_data_set_unless_it_is_a_file(tmp_path):
 
 
 def test_dtype_is_that_of_both_models(folder, monkeypatch):
-    from potstill.evals import command
+    from potstill.cli import eval as command
 
     loaded = {}
     real = command.evaluate
@@ -55,7 +55,7 @@ def test_dtype_is_that_of_both_models(folder, monkeypatch):
 
 
 def test_revision_and_remote_code_reach_the_models(folder, monkeypatch):
-    from potstill.evals import command
+    from potstill.cli import eval as command
 
     class Seen(Exception):
         pass

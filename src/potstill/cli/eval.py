@@ -24,36 +24,33 @@ from potstill.teachers.remote import RemoteOrigin, open_server
 from potstill.teachers.teacher import Teacher
 from potstill.types import PotstillError
 
-SUFFIXES = (".jsonl", ".json", ".gz", ".parquet", ".arrow", ".txt")
-
 
 def evaluate_model(
     model: str,
-    *,
+    source: dict[str, Any] | None,
     teacher: str | None,
-    token_env: str | None = None,
+    token_env: str | None,
     dtype: Literal["float32", "bfloat16"] | None,
     revision: str | None,
     trust_remote_code: bool,
-    source: dict[str, Any],
     max_length: int | None,
     piece_bytes: int | None,
-    packing: bool,
     examples: int | None,
     batch_size: int,
-    prompts: Sequence[str],
+    packing: bool,
+    prompt: Sequence[str] | None,
     max_new_tokens: int,
-    device_name: str,
-    as_json: bool,
+    device: str,
+    json_out: bool,
 ) -> dict[str, Any]:
     """Evaluate, print, and give back the numbers."""
-    console = Console(stderr=as_json, soft_wrap=True)
+    console = Console(stderr=json_out, soft_wrap=True)
     keys = {"sources": [source], "max_length": max_length or 1024, "piece_bytes": piece_bytes, "packing": packing}
     data = checked(DataConfig, keys, "--data")
-    device = pick_device(device_name)
+    place = pick_device(device)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | ({"dtype": dtype} if dtype else {})
-    student = load_student(StudentConfig(model=model, revision=revision, **options), device, seed=0, key="MODEL")
-    opened = None if teacher is None else _opened(teacher, student, options, token_env, device)
+    student = load_student(StudentConfig(model=model, revision=revision, **options), place, seed=0, key="MODEL")
+    opened = None if teacher is None else _opened(teacher, student, options, token_env, place)
     models = {model: student} | ({opened.name: opened.source.language_model} if isinstance(opened, Teacher) else {})
     readers: list[LanguageModel | RemoteOrigin] = [
         *models.values(),
@@ -78,9 +75,9 @@ def evaluate_model(
         task = bar.add_task("evaluating", total=None)
         batches = evaluation_batches(data, student, batch_size, examples, "--data")
         advance = lambda rows: bar.advance(task, rows)  # noqa: E731
-        result = evaluate(student, reference.teacher, batches, device, advance, asked=reference.batches, key="--data")
-    result["samples"] = greedy_completions(student, prompts, max_new_tokens)
-    print(json.dumps(result, ensure_ascii=False)) if as_json else show(console, result)
+        result = evaluate(student, reference.teacher, batches, place, advance, asked=reference.batches, key="--data")
+    result["samples"] = greedy_completions(student, prompt or [], max_new_tokens)
+    print(json.dumps(result, ensure_ascii=False)) if json_out else show(console, result)
     return result
 
 
@@ -97,18 +94,6 @@ def _opened(
     if (Path(teacher) / MANIFEST).exists():
         return Path(teacher)
     return open_live(TeacherConfig(model=teacher, **options), student, device, "--teacher", "--teacher")
-
-
-def source_of(data: Sequence[str], **columns: Any) -> dict[str, Any]:
-    """--data as a source: files where they look like files or are some, else a data set (org/data-v1.5, say)."""
-    sets = [d for d in data if not (d.startswith("shipped:") or d.endswith(SUFFIXES) or "*" in d or Path(d).is_file())]
-    if sets and len(data) > 1:
-        raise PotstillError(
-            f"--data: {sets[0]} is a data set and can only be given alone; files exist, have a * or end in "
-            f"{' '.join(SUFFIXES)}"
-        )
-    where = {"dataset": sets[0]} if sets else {"files": list(data)}
-    return {**where, **{key: value for key, value in columns.items() if value is not None}}
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
