@@ -67,9 +67,8 @@ def align_batch(
         )
     if not student_ids:
         return []
-    atoms = _pair(student_table, teacher_table)
-    student, teacher = _both(student_ids, teacher_ids, student_table, teacher_table, atoms)
-    if _alike(student, teacher):
+    student, teacher, atoms = _both((student_ids, teacher_ids), (student_table, teacher_table))
+    if np.array_equal(student.ends, teacher.ends) and np.array_equal(student.atoms, teacher.atoms):
         s, t = _meet(student.bounds, teacher.bounds, int(student.bounds[-1]) + 1)
         cut = np.stack([s[:-1], s[1:], t[:-1], t[1:]])
     else:
@@ -88,8 +87,7 @@ def align_spans(
 ) -> Alignment:
     """`align` where only pairs of spans (student start, end, teacher start, end; in tokens, in order) are the same text, as
     the messages of a conversation are in two chat templates. Nothing outside them is exact."""
-    atoms = _pair(student_table, teacher_table)
-    student, teacher = _both([student_ids], [teacher_ids], student_table, teacher_table, atoms)
+    student, teacher, atoms = _both(([student_ids], [teacher_ids]), (student_table, teacher_table))
     given = np.array(spans, dtype=np.int64).reshape(-1, 4)
     for side, columns in ((student, given[:, :2]), (teacher, given[:, 2:])):
         flat = columns.ravel()
@@ -97,11 +95,9 @@ def align_spans(
             raise PotstillError(
                 f"spans to align overlap or go beyond the {int(side.counts[0])} tokens: {columns.tolist()}"
             )
-    s0, s1, t0, t1 = given.T
-    edges = np.stack(
-        [_atoms_before(s0, student), _atoms_before(t0, teacher), _atoms_before(s1, student), _atoms_before(t1, teacher)]
-    )
-    cut = _inside(_stretches(student, teacher, edges.T), student, teacher)
+    columns_of = ((student, 0), (teacher, 2), (student, 1), (teacher, 3))
+    edges = np.stack([_atoms_before(given[:, column], side) for side, column in columns_of], axis=1)
+    cut = _inside(_stretches(student, teacher, edges), student, teacher)
     return _tiles(_true_specials(cut, student, teacher, atoms), student, teacher)[0]
 
 
@@ -201,23 +197,19 @@ def _flat(
 
 
 def _both(
-    student_ids: Sequence[npt.ArrayLike],
-    teacher_ids: Sequence[npt.ArrayLike],
-    student_table: TokenTable,
-    teacher_table: TokenTable,
-    atoms: tuple[_Atoms, _Atoms],
-) -> tuple[_Flat, _Flat]:
-    ours, theirs = "the student's ids", "the teacher's ids"
-    student, teacher = (
-        _flat(student_ids, student_table, atoms[0], ours),
-        _flat(teacher_ids, teacher_table, atoms[1], theirs),
-    )
+    ids: tuple[Sequence[npt.ArrayLike], Sequence[npt.ArrayLike]], tables: tuple[TokenTable, TokenTable]
+) -> tuple[_Flat, _Flat, tuple[_Atoms, _Atoms]]:
+    """Student and teacher, laid out in atoms of this pair."""
+    atoms = _pair(*tables)
+    sides = list(zip(ids, tables, atoms, ("the student's ids", "the teacher's ids"), strict=True))
+    student, teacher = (_flat(*side) for side in sides)
     # One tokenizer may have put a space only if there was none; the other knows whether there was.
-    if _hides_space(student_table) and not _hides_space(teacher_table):
-        student = _flat(student_ids, student_table, atoms[0], ours, _spaced(teacher))
-    elif _hides_space(teacher_table) and not _hides_space(student_table):
-        teacher = _flat(teacher_ids, teacher_table, atoms[1], theirs, _spaced(student))
-    return student, teacher
+    hides_space = [table.prefix != "none" and not table.prefix_always for table in tables]
+    if hides_space == [True, False]:
+        student = _flat(*sides[0], _spaced(teacher))
+    elif hides_space == [False, True]:
+        teacher = _flat(*sides[1], _spaced(student))
+    return student, teacher, atoms
 
 
 def _atoms_before(tokens: Ints, side: _Flat) -> Ints:
@@ -234,10 +226,6 @@ def _dummies(ids: Ints, table: TokenTable, starts: Ints, spaced: Bools | None) -
     return dummy
 
 
-def _hides_space(table: TokenTable) -> bool:
-    return table.prefix != "none" and not table.prefix_always
-
-
 def _spaced(side: _Flat) -> Bools:
     """Which sequences begin with a space, whatever specials come before it."""
     text = np.flatnonzero(side.atoms < FIRST_ROLE)
@@ -246,10 +234,6 @@ def _spaced(side: _Flat) -> Bools:
     there = first < side.ends
     there[there] = side.atoms[first[there]] == SPACE
     return np.asarray(there)
-
-
-def _alike(student: _Flat, teacher: _Flat) -> bool:
-    return bool(np.array_equal(student.ends, teacher.ends) and np.array_equal(student.atoms, teacher.atoms))
 
 
 def _meet(student: Ints, teacher: Ints, size: int) -> tuple[Ints, Ints]:
@@ -313,23 +297,15 @@ def _tiles(cut: Ints, student: _Flat, teacher: _Flat) -> list[Alignment]:
     exact = np.ones(cut.shape[1], dtype=np.bool_)
     if not _gapless(cut, ends_s, ends_t):
         cut, exact = _filled(cut, ends_s, ends_t)
-    if len(ends_s) == 1:
-        return [_alignment(cut, exact, 0, 0)]
     # An entry belongs to the sequence in which it ends; none crosses from one into the next.
     last = np.searchsorted(cut[1] + cut[3], ends_s + ends_t, side="right")
     tiles, begin = [], 0
     for end, off_s, off_t in zip(last.tolist(), ends_s - student.counts, ends_t - teacher.counts, strict=True):
-        tiles.append(_alignment(cut[:, begin:end], exact[begin:end], off_s, off_t))
+        offsets = np.array([[off_s], [off_s], [off_t], [off_t]])
+        s0, s1, t0, t1 = (cut[:, begin:end] - offsets).astype(np.int32)
+        tiles.append(Alignment(s0, s1, t0, t1, exact[begin:end]))
         begin = end
     return tiles
-
-
-def _alignment(cut: Ints, exact: Bools, off_s: int, off_t: int) -> Alignment:
-    s0, s1, t0, t1 = (
-        np.subtract(row, off, dtype=np.int32, casting="unsafe")
-        for row, off in zip(cut, (off_s, off_s, off_t, off_t), strict=True)
-    )
-    return Alignment(s0, s1, t0, t1, exact)
 
 
 def _with_atomless(begin: Ints, end: Ints, side: _Flat) -> tuple[Ints, Ints]:

@@ -12,14 +12,15 @@ the functions it calls must be found in its span.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from potstill.text.template import BoundedTemplate, TooMuch
 from potstill.types import PotstillError
 
 Message = Mapping[str, Any]
+Made = TypeVar("Made")
 
 RESERVED = ("add_generation_prompt", "continue_final_message", "conversation", "return_dict", "tokenize", "tools")
 THINK, THOUGHT = "<think>", "</think>"
@@ -54,27 +55,28 @@ class ChatRenderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> list[Rendered]:
         """The texts of a conversation, the whole of it first; none when there is no assistant turn."""
-        refused: list[str] = []
-        for spelled in _spellings(messages):
-            try:
-                texts = self._texts(spelled, tools, where)
-            except PotstillError as error:
-                refused.append(str(error).removeprefix(f"{where}: "))
-                continue
-            # The messages stay as they were given: they are what keys are made of.
-            return [replace(text, messages=messages[: len(text.messages)]) for text in texts]
-        other = f"; with null and the empty string exchanged, {refused[-1]}" if len(set(refused)) > 1 else ""
-        raise PotstillError(f"{where}: {refused[0]}{other}")
+        texts = self._first_accepted(messages, where, lambda spelled: self._texts(spelled, tools, where))
+        # The messages stay as they were given: they are what keys are made of.
+        return [replace(text, messages=messages[: len(text.messages)]) for text in texts]
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> str:
         """What an assistant answers to: the conversation with its generation prompt."""
-        refused: list[PotstillError] = []
+        return self._first_accepted(
+            messages, where, lambda spelled: self._apply(spelled, tools, where, add_generation_prompt=True)
+        )
+
+    def _first_accepted(
+        self, messages: Sequence[Message], where: str, made: Callable[[Sequence[Message]], Made]
+    ) -> Made:
+        """What is made of the first spelling of the messages that the template takes."""
+        refused: list[str] = []
         for spelled in _spellings(messages):
             try:
-                return self._apply(spelled, tools, where, add_generation_prompt=True)
+                return made(spelled)
             except PotstillError as error:
-                refused.append(error)
-        raise refused[0]
+                refused.append(str(error).removeprefix(f"{where}: "))
+        other = f"; with null and the empty string exchanged, {refused[-1]}" if len(set(refused)) > 1 else ""
+        raise PotstillError(f"{where}: {refused[0]}{other}")
 
     def without_end(self, text: str, begin: int, end: int) -> int:
         """Where a turn's own words end: before the special tokens that its template closes it with."""

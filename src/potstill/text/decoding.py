@@ -15,9 +15,8 @@ import numpy as np
 from potstill.types import PotstillError
 
 Json = Mapping[str, Any]
-Prefix = Literal[
-    "none", "first", "every"
-]  # no dummy prefix · before a text · before every stretch between added tokens
+# No dummy prefix · before a text · before every stretch between added tokens
+Prefix = Literal["none", "first", "every"]
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NO_LETTER = 256
@@ -32,13 +31,6 @@ def byte_letters() -> list[str]:
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = iter(range(0x100, 0x200))
     return [chr(byte if byte in seen else next(hidden)) for byte in range(256)]
-
-
-def _byte_of_letter() -> np.ndarray[Any, np.dtype[np.uint16]]:
-    table = np.full(0x110000, _NO_LETTER, dtype=np.uint16)
-    for byte, letter in enumerate(byte_letters()):
-        table[ord(letter)] = byte
-    return table
 
 
 def decode_tokens(tokens: Sequence[str], decoder: Json | None) -> tuple[list[bytes], list[int]]:
@@ -124,7 +116,9 @@ def _from_letters(texts: list[str]) -> list[bytes]:
     """Tokens spelled in letters for bytes. One with a letter that stands for no byte is text already (an added token)."""
     ends = np.cumsum([len(text) for text in texts]).tolist() if texts else []
     letters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    found = _byte_of_letter()[letters]
+    byte_of = np.full(0x110000, _NO_LETTER, dtype=np.uint16)
+    byte_of[[ord(letter) for letter in byte_letters()]] = np.arange(256)
+    found = byte_of[letters]
     whole = found.astype(np.uint8).tobytes()
     pieces = [whole[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
     for at in np.unique(np.searchsorted(ends, np.flatnonzero(found == _NO_LETTER), side="right")):

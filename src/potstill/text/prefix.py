@@ -15,11 +15,6 @@ NOWHERE = -1
 def lexicon(teacher: TokenTable, student: TokenTable, found: VocabMap) -> PrefixTable:
     """`found`: the map from the teacher's ids to the student's. The student's first token of some bytes is the longest that
     they begin with."""
-    words: dict[bytes, int] = {}
-    for kind in (TEXT, BYTE):
-        for index in np.flatnonzero((student.kinds == kind) & (student.lengths > 0)).tolist():
-            words.setdefault(student.token_bytes(index), index)
-    longest = max(map(len, words), default=0)
     sizes = np.diff(found.indptr)
     first = np.full(len(teacher), NOWHERE, dtype=np.int64)
     first[sizes > 0] = found.indices[found.indptr[:-1][sizes > 0]]
@@ -37,11 +32,10 @@ def lexicon(teacher: TokenTable, student: TokenTable, found: VocabMap) -> Prefix
         for written in range(1, len(content)):
             node_at[place] = nodes.setdefault(content[:written], len(nodes) + 1)
             rest = content[written:]
-            then = rests.get(rest)
-            if then is None:
-                begins = (rest[:n] for n in range(min(longest, len(rest)), 0, -1))
-                then = rests[rest] = next((words[begun] for begun in begins if begun in words), NOWHERE)
-            then_at[place] = then
+            if rest not in rests:
+                found_first = next(student.longest_words(rest))
+                rests[rest] = NOWHERE if found_first is None else found_first
+            then_at[place] = rests[rest]
             place += 1
     of = np.repeat(np.arange(len(teacher)), np.diff(base))
     kept = np.flatnonzero(then_at != NOWHERE)

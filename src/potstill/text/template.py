@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Template
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.nodes import Concat, Node
+from jinja2.nodes import Concat
 from jinja2.runtime import str_join
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -60,13 +60,10 @@ class _Counting(CodeGenerator):
 
     def visit_Concat(self, node: Concat, frame: Frame) -> None:
         self.write("environment.joined((")
-        self._each(node.nodes, frame)
-        self.write("))")
-
-    def _each(self, nodes: Sequence[Node], frame: Frame) -> None:
-        for node in nodes:
-            self.visit(node, frame)
+        for part in node.nodes:
+            self.visit(part, frame)
             self.write(", ")
+        self.write("))")
 
 
 def _joined(values: tuple[Any, ...]) -> str:

@@ -10,7 +10,7 @@ import binascii
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,8 @@ DECLARED = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")  # as in transform
 
 @dataclass(frozen=True, eq=False)
 class TokenTable:
+    """A vocabulary as bytes."""
+
     buffer: npt.NDArray[np.uint8]  # the bytes of all tokens, in the order of their ids
     offsets: npt.NDArray[np.int64]  # [V + 1]; token i is buffer[offsets[i]:offsets[i + 1]]
     kinds: npt.NDArray[np.uint8]  # [V]; TEXT, BYTE, SPECIAL, ABSENT
@@ -57,15 +59,11 @@ class TokenTable:
         spec = _spec(backend)
         tokens = _tokens_by_id(spec)
         fingerprint = _fingerprint(spec, tokens, declared, specials)
-        path = (
-            None
-            if cache is None
-            else (_cache_folder() if cache == "default" else Path(cache)) / f"{fingerprint}.tokens"
-        )
+        folder = None if cache is None else _cache_folder() if cache == "default" else Path(cache)
+        path = None if folder is None else folder / f"{fingerprint}.tokens"
         table = None if path is None else _from_cache(path, name, fingerprint)
         if table is None:
-            table = _build(spec, tokens, declared, specials, fingerprint, name)
-            table = _probed(table, backend)
+            table = _probed(_build(spec, tokens, declared, specials, fingerprint, name), backend)
             if path is not None:
                 _into_cache(path, table)
         return table
@@ -134,6 +132,33 @@ class TokenTable:
 
     def token_bytes(self, index: int) -> bytes:
         return self.buffer[self.offsets[index] : self.offsets[index + 1]].tobytes()
+
+    def by_bytes(self, kinds: Sequence[int], free: npt.NDArray[np.bool_] | None = None) -> dict[bytes, list[int]]:
+        """Bytes → the ids of these kinds (of those that are `free`) that stand for them, the lowest first."""
+        wanted = np.isin(self.kinds, list(kinds)) & (self.lengths > 0)
+        whole, offsets = self.buffer.tobytes(), self.offsets.tolist()
+        found: dict[bytes, list[int]] = {}
+        for index in np.flatnonzero(wanted if free is None else wanted & free).tolist():
+            found.setdefault(whole[offsets[index] : offsets[index + 1]], []).append(index)
+        return found
+
+    @cached_property
+    def words(self) -> dict[bytes, int]:
+        """Bytes → the id that stands for them: a token of text before a fallback for the same byte."""
+        return {content: ids[0] for kind in (BYTE, TEXT) for content, ids in self.by_bytes([kind]).items()}
+
+    def longest_words(self, text: bytes) -> Iterator[int | None]:
+        """The longest tokens that `text` begins with, one after the other; None: none does, a byte is passed over."""
+        longest, at = self._longest, 0
+        while at < len(text):
+            ends = range(min(at + longest, len(text)), at, -1)
+            end = next((end for end in ends if text[at:end] in self.words), None)
+            yield None if end is None else self.words[text[at:end]]
+            at = at + 1 if end is None else end
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.words), default=0)
 
     def text_bytes(self, ids: npt.ArrayLike) -> bytes:
         """The text that a whole sequence of ids stands for: dummy prefixes and specials left out."""
@@ -204,8 +229,7 @@ def _parts(tok: Any) -> tuple[tokenizers.Tokenizer, str, dict[str, str], set[int
     if not hasattr(tok, "backend_tokenizer") or not isinstance(tok.backend_tokenizer, tokenizers.Tokenizer):
         raise PotstillError(
             f"the tokenizer {getattr(tok, 'name_or_path', type(tok).__name__)} has no fast version (tokenizer.json), "
-            "which is "
-            "needed to tell which bytes a token stands for"
+            "which is needed to tell which bytes a token stands for"
         )
     named = tok.special_tokens_map
     declared = {role: str(named[f"{role}_token"]) for role in DECLARED if named.get(f"{role}_token")}
@@ -223,14 +247,11 @@ def _spec(backend: tokenizers.Tokenizer) -> dict[str, Any]:
 
 def _tokens_by_id(spec: Mapping[str, Any]) -> list[str | None]:
     vocabulary = spec["model"]["vocab"]
-    pairs = (
-        [(content, index) for index, (content, _) in enumerate(vocabulary)]
-        if isinstance(vocabulary, list)  # Unigram: by rank, with a score
-        else list(vocabulary.items())
-    )
-    size = max([index for _, index in pairs] + [token["id"] for token in spec["added_tokens"]], default=-1) + 1
+    if isinstance(vocabulary, list):  # Unigram: by rank, with a score
+        vocabulary = {content: index for index, (content, _) in enumerate(vocabulary)}
+    size = max([*vocabulary.values(), *(token["id"] for token in spec["added_tokens"])], default=-1) + 1
     tokens: list[str | None] = [None] * size
-    for content, index in pairs:
+    for content, index in vocabulary.items():
         tokens[index] = content
     return tokens
 
@@ -281,8 +302,7 @@ def _build(
     return _table(
         pieces, kinds, added,
         special=roles, contents=contents, identity=keeps_text(spec) and (prefix == "none" or always),
-        prefix=prefix, prefix_always=always,
-        fingerprint=fingerprint, name=name,
+        prefix=prefix, prefix_always=always, fingerprint=fingerprint, name=name,
     )  # fmt: skip
 
 
@@ -308,28 +328,19 @@ def _probed(table: TokenTable, backend: tokenizers.Tokenizer) -> TokenTable:
         who = f"the tokenizer {table.name}" if table.name else "the tokenizer"
         raise PotstillError(
             f"{who} reads its own tokens back as {theirs[:12]!r}, where potstill finds {ours[:12]!r} in them: it is of "
-            "a kind "
-            "that potstill does not know"
+            "a kind that potstill does not know"
         )
-    if ours == PROBE.encode() or not table.identity:
-        return table
-    return replace(table, identity=False)
+    return replace(table, identity=table.identity and ours == PROBE.encode())
 
 
 def _cache_folder() -> Path:
-    root = (
-        os.environ.get("POTSTILL_CACHE")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potstill"
-    )
-    return Path(root) / "tokens"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("POTSTILL_CACHE") or caches / "potstill") / "tokens"
 
 
 def _into_cache(path: Path, table: TokenTable) -> None:
-    about = {
-        "special": table.special, "contents": table.contents, "identity": table.identity, "prefix": table.prefix,
-        "prefix_always": table.prefix_always,
-    }  # fmt: skip
-    arrays: Arrays = {"buffer": table.buffer, "offsets": table.offsets, "kinds": table.kinds, "added": table.added}
+    about = {name: getattr(table, name) for name in ("special", "contents", "identity", "prefix", "prefix_always")}
+    arrays: Arrays = {name: getattr(table, name) for name in ("buffer", "offsets", "kinds", "added")}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_arrays(path, arrays, {"format": FORMAT, "fingerprint": table.fingerprint, "about": json.dumps(about)})

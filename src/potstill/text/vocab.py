@@ -6,7 +6,7 @@ The projection is a sparse matrix (CSR) with a row per student id: what a studen
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,11 +24,12 @@ FORMAT = "potstill vocabulary map 1"
 
 @dataclass(frozen=True, eq=False)
 class VocabMap:
+    """Pairs of ids, and the projection of a student's ids on a teacher's."""
+
     student: npt.NDArray[np.int32]  # [pairs], increasing; student[i] and teacher[i] mean the same
     teacher: npt.NDArray[np.int32]  # [pairs]; no id stands twice
-    indptr: npt.NDArray[
-        np.int64
-    ]  # [V student + 1]; row i is indices[indptr[i]:indptr[i + 1]], empty for ids of no token
+    # [V student + 1]; row i is indices[indptr[i]:indptr[i + 1]], empty for ids of no token
+    indptr: npt.NDArray[np.int64]
     indices: npt.NDArray[np.int32]  # teacher ids
     values: npt.NDArray[np.float32]  # weights; those of a row sum to one
     teacher_size: int
@@ -50,10 +51,7 @@ class VocabMap:
         return list(zip(self.indices[span].tolist(), self.values[span].tolist(), strict=True))
 
     def save(self, path: Path | str) -> None:
-        arrays: Arrays = {
-            "student": self.student, "teacher": self.teacher, "indptr": self.indptr, "indices": self.indices,
-            "values": self.values,
-        }  # fmt: skip
+        arrays: Arrays = {name: getattr(self, name) for name in ("student", "teacher", "indptr", "indices", "values")}
         about = json.dumps({"teacher_size": self.teacher_size, "fingerprints": self.fingerprints})
         write_arrays(Path(path), arrays, {"format": FORMAT, "about": about})
 
@@ -96,22 +94,12 @@ def vocab_map(student: TokenTable, teacher: TokenTable, *, decay: float = 0.0, t
     )  # fmt: skip
 
 
-def _by_bytes(table: TokenTable, kinds: Iterable[int], free: npt.NDArray[np.bool_]) -> dict[bytes, list[int]]:
-    """Bytes → the free ids of these kinds that stand for them, the lowest first."""
-    chosen = np.flatnonzero(free & np.isin(table.kinds, list(kinds)) & (table.lengths > 0))
-    whole, offsets = table.buffer.tobytes(), table.offsets.tolist()
-    found: dict[bytes, list[int]] = {}
-    for index in chosen.tolist():
-        found.setdefault(whole[offsets[index] : offsets[index + 1]], []).append(index)
-    return found
-
-
 def _pair_texts(
     student: TokenTable, teacher: TokenTable, partner: npt.NDArray[np.int32], taken: npt.NDArray[np.bool_]
 ) -> None:
     """Equal bytes of one kind first, because SentencePiece has each ASCII byte twice; then whatever has equal bytes."""
     for kinds in ((TEXT,), (BYTE,), (TEXT, BYTE)):
-        ours, theirs = _by_bytes(student, kinds, partner < 0), _by_bytes(teacher, kinds, ~taken)
+        ours, theirs = student.by_bytes(kinds, partner < 0), teacher.by_bytes(kinds, ~taken)
         for content, ids in ours.items():
             for index, other in zip(ids, theirs.get(content, ()), strict=False):
                 partner[index] = other
@@ -140,12 +128,6 @@ def _pair_specials(
 def _projection(
     student: TokenTable, teacher: TokenTable, partner: npt.NDArray[np.int32], decay: float, top: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    known = {
-        content: ids[0]
-        for kinds in ((BYTE,), (TEXT,))  # a token of text before a fallback for the same byte
-        for content, ids in _by_bytes(teacher, kinds, np.ones(len(teacher), dtype=np.bool_)).items()
-    }
-    longest = max(map(len, known), default=0)
     lost = _for_nothing(teacher)
     same_role = pairing_roles(student.special)
     counts = np.zeros(len(student) + 1, dtype=np.int64)
@@ -164,53 +146,33 @@ def _projection(
         else:
             # A special that the teacher has no word for, it would write out.
             text = student.contents[index].encode() if kind == SPECIAL else whole[offsets[index] : offsets[index + 1]]
-            row = _weights(_pieces(text, known, longest, lost), decay, top)
+            pieces = (lost if piece is None else piece for piece in teacher.longest_words(text))
+            row = _weights(pieces, lost, decay, top)
         counts[index + 1] = len(row)
         indices += row
         values += row.values()
     return np.cumsum(counts), np.array(indices, dtype=np.int32), np.array(values, dtype=np.float32)
 
 
-def _pieces(text: bytes, known: dict[bytes, int], longest: int, lost: int) -> Iterator[int]:
-    """The longest tokens that `text` begins with, one after the other."""
-    at = 0
-    while at < len(text):
-        for end in range(min(at + longest, len(text)), at, -1):
-            found = known.get(text[at:end])
-            if found is not None:
-                yield found
-                at = end
-                break
-        else:
-            yield lost
-            at += 1
-    if not text:
-        yield lost
-
-
-def _weights(pieces: Iterator[int], decay: float, top: int) -> dict[int, float]:
+def _weights(pieces: Iterator[int], lost: int, decay: float, top: int) -> dict[int, float]:
+    """`lost`: what no pieces at all count as."""
+    first, weight = next(pieces, lost), 1.0
     if not decay:
-        return {next(pieces): 1.0}
-    row: dict[int, float] = {}
-    weight = 1.0
+        return {first: weight}
+    row = {first: weight}
     for piece in pieces:
-        row[piece] = row.get(piece, 0.0) + weight
         weight *= decay
+        row[piece] = row.get(piece, 0.0) + weight
     kept = dict(sorted(row.items(), key=lambda item: -item[1])[:top])
     total = sum(kept.values())
     return {piece: value / total for piece, value in sorted(kept.items())}
 
 
 def _of_role(table: TokenTable, roles: set[str]) -> int | None:
-    for role in table.special:
-        if role in roles:
-            return table.special[role][0]
-    return None
+    return next((ids[0] for role, ids in table.special.items() if role in roles), None)
 
 
 def _for_nothing(table: TokenTable) -> int:
     """Where what the vocabulary cannot say goes."""
-    for role in ("unk", "eos"):
-        if role in table.special:
-            return table.special[role][0]
-    return int(np.argmax(table.kinds != ABSENT))
+    found = next((table.special[role][0] for role in ("unk", "eos") if role in table.special), None)
+    return int(np.argmax(table.kinds != ABSENT)) if found is None else found
