@@ -23,7 +23,7 @@ import numpy as np
 from potstill.cache.document import NOTHING
 from potstill.cache.kinds import Signal
 from potstill.cache.manifest import HEAD, TOKENIZER, new_manifest, read_manifest
-from potstill.cache.origin import CLOSE, LiveOrigin, Origin, save_head
+from potstill.cache.origin import CLOSE, LiveOrigin, TeacherBackend, save_head
 from potstill.cache.reading import TeacherText, as_cached, chat_kwargs, examples_of
 from potstill.cache.store import Cache, adopt, begun_cache, create
 from potstill.cache.verify import coverage
@@ -59,7 +59,7 @@ class CacheWriter:
 
     def __init__(
         self,
-        origin: Origin,
+        origin: TeacherBackend,
         store: StoreConfig,
         folder: Path,
         *,
@@ -191,7 +191,7 @@ def _same_model(before: Sequence[float] | None, now: Sequence[float] | None) -> 
 
 
 def build(
-    teacher: LanguageModel | Origin,
+    teacher: LanguageModel | TeacherBackend,
     store: StoreConfig,
     data: DataConfig,
     folder: Path,

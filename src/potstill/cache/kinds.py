@@ -168,7 +168,7 @@ class SignalKind:
         """By how much each row differs from what was computed again, and the share of entries that are of the same ids.
         `of_entries`: the mass beyond them is not known, so they are compared as all there is."""
         (name,) = self.layout()
-        return np.abs(stored[name] - now[name]), 1.0
+        return np.abs(stored[name] - now[name]).reshape(len(now[name]), -1).max(-1), 1.0
 
     def smaller(self, k: int | None, temperatures: Sequence[float] | None) -> Self:
         """With fewer entries, or for fewer temperatures. ValueError: it cannot be made so."""
@@ -537,7 +537,7 @@ def kind_for(store: StoreConfig, vocabulary: int, width: int, dtype: str) -> Sig
             f"the cache's temperatures: what kind {store.kind} keeps is at temperature 1: leave them out, or choose kind "
             "top_k or hidden"
         )
-    asked = store.model_dump() | {"width": width, "dtype": dtype if dtype in codec.DTYPES else "float32"}
+    asked = vars(store) | {"width": width, "dtype": dtype if dtype in codec.DTYPES else "float32"}
     asked["temperatures"] = tuple(sorted(set(store.temperatures)))
     try:
         form = kind(vocabulary, **{name: asked[name] for name in kind.parameters})

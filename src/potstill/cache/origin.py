@@ -37,7 +37,7 @@ class Identity:
     template: str | None
 
 
-class Origin(Protocol):
+class TeacherBackend(Protocol):
     """Computes a teacher's signal."""
 
     tokenizer: Any

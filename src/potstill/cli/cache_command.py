@@ -19,7 +19,7 @@ from potstill.cache.build import Progress, Terminated, build, ranks, sigterm_int
 from potstill.cache.codec import DTYPES
 from potstill.cache.kinds import KINDS, SignalKind
 from potstill.cache.manifest import IMPORTED, Manifest, read_manifest, signal_keys, tokenizer_of
-from potstill.cache.origin import LiveOrigin, Origin
+from potstill.cache.origin import LiveOrigin, TeacherBackend
 from potstill.cache.reading import as_cached
 from potstill.cache.store import Cache, begun_cache
 from potstill.cache.verify import Report, coverage, describe, described, verify
@@ -165,7 +165,7 @@ def _settings(form: SignalKind) -> dict[str, Any]:
 
 def _load(
     config: TeacherConfig, there: Manifest | None, folder: Path, device: torch.device, key: str, number: int
-) -> Origin:
+) -> TeacherBackend:
     """The teacher; where the recipe names none, the one that the cache was built with."""
     if config.server is not None:
         return open_server(config, key.removesuffix(".model"))

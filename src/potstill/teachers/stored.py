@@ -20,7 +20,7 @@ from potstill.config import DataConfig
 from potstill.models import load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
-from potstill.types import Batch, Example, Head, HiddenTarget, PotstillError, SampledTarget, TopKTarget
+from potstill.types import Batch, Example, Head, HiddenTarget, LogitsTarget, PotstillError, SampledTarget, TopKTarget
 
 
 class StoredSignal(SignalSource):
@@ -54,7 +54,7 @@ class StoredSignal(SignalSource):
         if not asked.distribution:
             return Signal(token_logprobs=logprobs)
         target = form.target(rows, self.temperature, self.width)
-        assert isinstance(target, TopKTarget | SampledTarget)
+        assert isinstance(target, LogitsTarget | TopKTarget | SampledTarget)
         return Signal(target, logprobs)
 
     def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], host: Sequence[Signal]) -> list[Signal]:
