@@ -33,6 +33,8 @@ def cross_tokenizer_view(
 
 
 class ChunkView:
+    """`config`: in place of the pair's own."""
+
     def __init__(
         self, pair: TokenizerPair, temperature: float = 1.0, config: CrossTokenizerConfig | None = None
     ) -> None:

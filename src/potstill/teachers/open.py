@@ -80,6 +80,8 @@ class Opening:
 
 @dataclass(frozen=True)
 class Opened:
+    """What opening a teacher gives; a source of your own needs `teacher` alone."""
+
     teacher: Teacher[SignalSource]
     origin: LanguageModel | RemoteOrigin | None = None  # what computes its signal
     difference: str | None = None  # of its tokenizer from the student's

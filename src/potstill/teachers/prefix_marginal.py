@@ -35,6 +35,8 @@ Floats = npt.NDArray[np.float32]
 
 
 class PrefixMarginalView:
+    """Every row of a chunk is answered, also one that begins inside a token of the teacher's."""
+
     def __init__(self, pair: TokenizerPair, temperature: float = 1.0) -> None:
         self.pair, self.temperature = pair, temperature
         self.table = pair.prefix_table
@@ -111,8 +113,8 @@ class PrefixMarginalPlan(Plan):
             return self
         assert signals[0].token_logprobs is not None
         target, logprobs = signals[0].target, signals[0].token_logprobs
-        entries, heard = self.top_k(*(x.numpy() for x in (target.ids, target.logprobs, target.tail, logprobs)))
-        known = heard if self.known is None else heard & self.known
+        entries, told = self.top_k(*(x.numpy() for x in (target.ids, target.logprobs, target.tail, logprobs)))
+        known = told if self.known is None else told & self.known
         return replace(self, entries=entries, known=None if known.all() else known)
 
     def target(self, signals: Sequence[Signal], device: torch.device) -> Target:
