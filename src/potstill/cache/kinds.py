@@ -136,32 +136,30 @@ class SignalKind:
             there = ", ".join(sorted(signal)) or "nothing"
             raise ValueError(f"it has {there} where {', '.join(expected)} were asked for")
         for name, (shape, dtype) in expected.items():
-            found, wanted = (
-                f"{kind} {list(size)}"
-                for kind, size in ((signal[name].dtype, signal[name].shape), (dtype, (rows, *shape)))
-            )
+            values = signal[name]
+            found, wanted = f"{values.dtype} {list(values.shape)}", f"{dtype} {[rows, *shape]}"
             if found != wanted:
                 raise ValueError(f"{name} is {found} where {wanted} was asked for")
         for problem in self.problems(signal):
             raise ValueError(f"it has {problem}")
 
     def problems(self, signal: Signal) -> Iterator[str]:
-        """What no teacher says, each as a noun."""
+        """What no teacher says, each as words that follow "it has"."""
         for name in self.layout():
             values = signal[name]
             if values.dtype.kind == "f" and np.isnan(values).any():
                 yield f"{name} that are no numbers (NaN)"
             elif name in ("logprobs", "token_logprobs", "tail") and values.max(initial=0) > SLACK:
                 yield f"{name} with a log-probability of {values.max():.3g}, above 0"
-            elif values.dtype.kind == "i":  # `ids` are different ones in each row
-                problem = wrong_ids(values if name == "ids" else values.reshape(-1, 1), self.vocabulary)
-                yield from [problem] if problem else []
+            rows = values if name == "ids" else values.reshape(-1, 1)  # `ids` are different ones in each row
+            if values.dtype.kind == "i" and (problem := wrong_ids(rows, self.vocabulary)):
+                yield problem
         masses = self.masses(signal)
         if (off := np.abs(masses - 1)).max(initial=0.0) > SLACK:
             yield f"a token whose probabilities and that of the rest sum to {masses.flat[off.argmax()]:.4f}"
 
     def masses(self, rows: Signal) -> Array:
-        """Of all that a row says, which are to be 1."""
+        """The sums of all that rows say, which are to be 1."""
         return np.ones(0)
 
     def difference(self, stored: Signal, now: Signal, of_entries: bool) -> tuple[Array, float]:

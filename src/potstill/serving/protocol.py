@@ -38,7 +38,8 @@ MOST_TEMPERATURES = 16
 HOTTEST = 1e6
 MOST_DOCUMENTS = 2**14  # of one question
 HEADER_BYTES = 2**22  # of what stands in a body besides its arrays
-DTYPES = {"int32": "I32", "float32": "F32", "uint16": "U16"}  # of an answer, as safetensors names them
+# Of an answer, as safetensors names them
+DTYPES = {"int32": "I32", "float32": "F32", "float16": "F16", "uint16": "U16"}
 TOKENIZER_BYTES = 256 * 2**20  # of its files; the largest known have 40 MB
 WIDEST = 2**16  # hidden states
 LONGEST = 2**40  # any other number of /version
