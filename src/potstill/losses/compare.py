@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from potstill.losses.dense import log_probs, target_logits
 from potstill.losses.divergences import LOG_FLOOR
-from potstill.losses.fused import CHUNK_BYTES
+from potstill.losses.rows import CHUNK_BYTES
 from potstill.types import (
     ChunkTarget,
     Dense,
@@ -37,36 +38,27 @@ class RowStats:
 
 @torch.no_grad()
 def compare_rows(student: HiddenTarget, labels: Tensor, teacher: Target | None) -> RowStats:
-    """Compare student (hidden states and head) and teacher at N rows, in chunks."""
-    chunk = max(16, CHUNK_BYTES // (4 * student.width))
+    """Compare the student and a teacher at N rows, in chunks."""
     parts: list[tuple[Tensor | None, ...]] = []
-    for start in range(0, max(1, labels.shape[0]), chunk):
-        rows = slice(start, start + chunk)
-        label = labels[rows, None]
-        logits = target_logits(student, rows)
+    for rows in _chunks(max(1, len(labels)), student.width):
+        label, logits = labels[rows, None], target_logits(student, rows)
         logq = log_probs(logits)
         best, top = logq.max(-1)
-        own = (
-            -logq.gather(-1, label).squeeze(-1),
-            best.exp(),
-            (top == label.squeeze(-1)).float(),
-            -(logq.exp() * logq).sum(-1),
-        )
-        parts.append((*own, *(_against(teacher, rows, logits) if teacher is not None else (None, None, None))))
-    columns = [_joined(column) for column in zip(*parts, strict=True)]
-    assert all(column is not None for column in columns[:4])
+        nll, correct = -logq.gather(-1, label).squeeze(-1), (top == label.squeeze(-1)).float()
+        parts.append((nll, best.exp(), correct, -(logq.exp() * logq).sum(-1), *_against(teacher, rows, logits)))
+    columns = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
     return RowStats(*columns)  # type: ignore[arg-type]
 
 
-def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    return torch.cat(there) if there else None
+def _chunks(rows: int, width: int) -> Iterator[slice]:
+    step = max(16, CHUNK_BYTES // (4 * width))
+    return (slice(start, start + step) for start in range(0, rows, step))
 
 
-def _against(teacher: Target, rows: slice, logits: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _against(teacher: Target | None, rows: slice, logits: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The teacher's entropy, KL(P‖Q) and whether both like the same token best."""
     if not isinstance(teacher, Dense | TopKTarget | SampledTarget):
-        return None, None, None  # its tokens are others, or it has no distribution
+        return None, None, None  # there is none, its tokens are others, or it has no distribution
     logq = log_probs(logits[:, : teacher.width])
     best = logq.argmax(-1)
     if isinstance(teacher, SampledTarget):
@@ -89,16 +81,20 @@ def _against(teacher: Target, rows: slice, logits: Tensor) -> tuple[Tensor | Non
     return -(logp.exp() * logp).sum(-1), (logp.exp() * (logp - logq)).sum(-1), (top == best).float()
 
 
+def _of_chunks(
+    target: Dense, labels: Tensor, found: Callable[[Tensor, Tensor], Tensor], temperature: float = 1.0
+) -> Tensor:
+    """What is found [N] from a dense target's log-probabilities and the labels, chunk by chunk."""
+    parts = [torch.zeros(0, device=labels.device)]
+    for rows in _chunks(len(labels), target.width):
+        parts.append(found(log_probs(target_logits(target, rows) / temperature), labels[rows, None]))
+    return torch.cat(parts)
+
+
 @torch.no_grad()
 def label_logprobs(target: Dense, labels: Tensor, temperature: float = 1.0) -> Tensor:
     """Log-probabilities [N] of given ids at a dense target's N rows, in chunks."""
-    chunk = max(16, CHUNK_BYTES // (4 * target.width))
-    parts = [torch.zeros(0, device=labels.device)]
-    for start in range(0, labels.shape[0], chunk):
-        rows = slice(start, start + chunk)
-        logp = log_probs(target_logits(target, rows) / temperature)
-        parts.append(logp.gather(-1, labels[rows, None]).squeeze(-1))
-    return torch.cat(parts)
+    return _of_chunks(target, labels, lambda logp, label: logp.gather(-1, label).squeeze(-1), temperature)
 
 
 Confidence = tuple[Tensor, Tensor, Tensor]  # values, the rows they are at, and how many rows each stands for
@@ -108,32 +104,26 @@ Confidence = tuple[Tensor, Tensor, Tensor]  # values, the rows they are at, and 
 def row_confidence(target: Target, labels: Tensor, what: str) -> Confidence | None:
     """How sure a teacher is: `ce`, the log-probabilities of the text itself; `entropy`, minus its entropy; `max_probability`,
     that of its first choice. None: it cannot be told."""
-    if isinstance(target, ChunkTarget):
-        return _chunk_confidence(target, what)
-    if not isinstance(target, Dense | TopKTarget) and not (isinstance(target, TokenLogprobsTarget) and what == "ce"):
-        return None
-    values = _confidence(target, labels, what)
-    return values, torch.arange(len(labels), device=labels.device), torch.ones_like(values)
-
-
-def _chunk_confidence(target: ChunkTarget, what: str) -> Confidence | None:
+    if not isinstance(target, ChunkTarget):
+        values = _confidence(target, labels, what)
+        return (
+            None
+            if values is None
+            else (values, torch.arange(len(labels), device=labels.device), torch.ones_like(values))
+        )
     chunks = target.chunks
     if what == "ce":
-        first = target.logprob
-        if isinstance(target.start, Dense):
-            first = label_logprobs(target.start, target.token)
-        rows = torch.ones_like(target.inner).index_add_(
-            0, chunks.owner, torch.ones_like(chunks.owner, dtype=torch.float32)
+        first = label_logprobs(target.start, target.token) if isinstance(target.start, Dense) else target.logprob
+        counts = torch.ones_like(target.inner).index_add_(
+            0, chunks.owner, torch.ones_like(chunks.owner).to(target.inner)
         )
-        return first + target.inner, chunks.first, rows
-    if target.start is None:
-        return None
-    values = _confidence(target.start, target.token, what)
-    return values, chunks.first, torch.ones_like(values)
+        return first + target.inner, chunks.first, counts
+    values = None if target.start is None else _confidence(target.start, target.token, what)
+    return None if values is None else (values, chunks.first, torch.ones_like(values))
 
 
-def _confidence(target: Dense | TopKTarget | TokenLogprobsTarget, labels: Tensor, what: str) -> Tensor:
-    if isinstance(target, TokenLogprobsTarget):
+def _confidence(target: Target, labels: Tensor, what: str) -> Tensor | None:
+    if isinstance(target, TokenLogprobsTarget) and what == "ce":
         return target.logprobs.clamp(min=LOG_FLOOR)
     if isinstance(target, TopKTarget):
         logp = torch.cat([target.logprobs, target.tail[:, None]], -1).clamp(min=LOG_FLOOR)
@@ -142,14 +132,13 @@ def _confidence(target: Dense | TopKTarget | TokenLogprobsTarget, labels: Tensor
             entry = target.logprobs.masked_fill(~own, -torch.inf).amax(-1)
             return torch.where(own.any(-1), entry, target.tail).clamp(min=LOG_FLOOR)
         return (logp.exp() * logp).sum(-1) if what == "entropy" else target.logprobs.amax(-1).exp()
+    if not isinstance(target, Dense):
+        return None
     if what == "ce":
         return label_logprobs(target, labels)
-    chunk = max(16, CHUNK_BYTES // (4 * target.width))
-    parts = [torch.zeros(0, device=labels.device)]
-    for start in range(0, labels.shape[0], chunk):
-        logp = log_probs(target_logits(target, slice(start, start + chunk)))
-        parts.append((logp.exp() * logp).sum(-1) if what == "entropy" else logp.amax(-1).exp())
-    return torch.cat(parts)
+    return _of_chunks(
+        target, labels, lambda logp, _: (logp.exp() * logp).sum(-1) if what == "entropy" else logp.amax(-1).exp()
+    )
 
 
 @torch.no_grad()

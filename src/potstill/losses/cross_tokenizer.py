@@ -11,100 +11,90 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from potstill.losses.dense import log_probs, target_logits
-from potstill.losses.divergences import LOG_FLOOR, Block
-from potstill.losses.rows import Call, Scratch, gated, softmax
+from potstill.losses.divergences import LOG_FLOOR, Block, LossParams, compared
+from potstill.losses.rows import Call, Comparison, softmax
 from potstill.losses.vocab_parallel import VocabShard
-from potstill.types import ChunkTarget, HiddenTarget, LogitsTarget, Relation, TopKTarget
+from potstill.types import ChunkTarget, Dense, Relation, TopKTarget
 
 ULD_ENTRIES = 256
+INNER_BYTES = 8 * 2**20  # of the rows within chunks that are looked at together
 
 
-@dataclass
-class OpenedChunks:
-    """A target with what is found out while its rows go by."""
+class ChunkRows(Comparison):
+    """A target of chunks, with what is found out while its rows go by."""
 
-    target: ChunkTarget
-    inner: Tensor  # [C]; sum of the student's log-probabilities of a chunk's tokens after the first
-    pull: Tensor  # [C]; the loss's derivative with respect to that sum
-    ready: Tensor | None = None  # a dense teacher's logits at the chunks that begin in the present chunk of rows …
-    offset: int = 0  # … of which this is the first
+    def __init__(self, target: ChunkTarget) -> None:
+        self.target, self.joined = target, target.chunks.inner_host
+        self._inner = torch.zeros(0)  # [C]; sum of the student's log-probabilities of a chunk's tokens after the first
+        self._pull = torch.zeros(0)  # [C]; the loss's derivative with respect to that sum
+        self._ready: Tensor | None = None  # a dense teacher's logits at the chunks that begin in these rows …
+        self._offset = 0  # … of which this is the first
 
-    @classmethod
-    def of(cls, target: ChunkTarget, dtype: torch.dtype) -> OpenedChunks:
-        count, device = target.chunks.first.shape[0], target.chunks.first.device
-        zeros = torch.zeros(2, count, dtype=dtype, device=device)
-        return cls(target, zeros[0], zeros[1])
+    def scale(self, params: LossParams) -> float:
+        return params.temperature if self.target.method == "uld" else super().scale(params)
 
-    def scaled_as(self, divergence: str) -> str:
-        return "tvd" if self.target.method == "uld" else divergence
-
-    def breaks(self, row: int) -> int:
-        chunks = self.target.chunks
-        at = int(np.searchsorted(chunks.inner_host, row))
-        while 0 <= at < len(chunks.inner_host) and chunks.inner_host[at] == row:
-            row, at = row - 1, at - 1
-        return row
-
-    def begin(self, logits: Tensor, chunk: slice, call: Call, block: int) -> None:
+    def begin(self, logits: Tensor, chunk: slice, call: Call) -> None:
         chunks, start = self.target.chunks, self.target.start
         begin, end = np.searchsorted(chunks.first_host, (chunk.start, chunk.stop))
-        self.offset = int(begin)
-        if isinstance(start, HiddenTarget | LogitsTarget):
-            self.ready = target_logits(start, slice(begin, end))
+        self._offset = int(begin)
+        if isinstance(start, Dense):
+            self._ready = target_logits(start, slice(begin, end))
+        if not len(self._inner):
+            self._inner, self._pull = torch.zeros(2, len(chunks.first), dtype=logits.dtype, device=logits.device)
         begin, end = np.searchsorted(chunks.inner_host, (chunk.start, chunk.stop))
-        for here in range(int(begin), int(end), block):
-            some = slice(here, min(here + block, int(end)))
+        step = max(1, INNER_BYTES // (logits.element_size() * call.shard.widest))  # the same on every rank
+        for here in range(int(begin), int(end), step):
+            some = slice(here, min(here + step, int(end)))
             rows = chunks.inner[some]
             logq = _label_logq(logits.index_select(0, rows - chunk.start), rows, call, self.target.relation)
-            self.inner.index_add_(0, chunks.owner[some], logq)
+            self._inner.index_add_(0, chunks.owner[some], logq)
 
-    def loss(self, z: Tensor, rows: slice, call: Call, scratch: Scratch) -> tuple[Tensor, float]:
+    def loss(self, z: Tensor, rows: slice, call: Call) -> tuple[Tensor, float]:
         """Per-row values, each chunk's at its first row, and in place of the logits the gradient."""
-        target, columns = self.target, call.columns
-        chunks = target.chunks
+        target, shard, chunks = self.target, call.shard, self.target.chunks
         assert call.labels is not None
         labels = call.labels[rows]
-        z[:, columns.beyond(target.relation.sizes[0]) :] = -math.inf
-        q = scratch("q", *z.shape)
-        (mass,) = softmax(columns, (z, q))
+        z[:, shard.held(target.relation.sizes[0]) :] = -math.inf
+        q = call.buffers("q", *z.shape)
+        (mass,) = softmax(shard, (z, q))
         z.sub_(mass.log()[:, None])
         values = z.new_zeros(z.shape[0])
-        begin, end = np.searchsorted(chunks.first_host, (rows.start, rows.stop))
-        gradient = None
+        begin, end = map(int, np.searchsorted(chunks.first_host, (rows.start, rows.stop)))
+        first_rows, gradient = chunks.first[begin:end] - rows.start, None
         if begin < end:
-            at = chunks.first[begin:end] - rows.start
-            first = First(z.index_select(0, at), q.index_select(0, at), labels[at], self.inner[begin:end], columns)
-            teacher = self._expected(slice(int(begin), int(end)), call.temperature, z.dtype)
-            found, gradient, self.pull[begin:end] = METHODS[target.method](first, teacher, target, call)
-            values[at] = found
+            logq, token = z.index_select(0, first_rows), labels[first_rows]
+            (own,) = shard.total(shard.gather(logq, token[:, None], 0.0).squeeze(-1))
+            ours = Student(own, self._inner[begin:end], token, logq, q.index_select(0, first_rows), shard)
+            teacher = self._expected(slice(begin, end), call.params.temperature, z.dtype)
+            values[first_rows], gradient, self._pull[begin:end] = METHODS[target.method](
+                ours, teacher, target, call.params
+            )
         z.zero_()
         if gradient is not None:
-            z[at] = gradient
-        begin, end = np.searchsorted(chunks.inner_host, (rows.start, rows.stop))
+            z[first_rows] = gradient
+        begin, end = map(int, np.searchsorted(chunks.inner_host, (rows.start, rows.stop)))
         if begin < end:
             at = chunks.inner[begin:end] - rows.start
-            pull = self.pull[chunks.owner[begin:end]]
-            z[at] = _towards(q.index_select(0, at), labels[at], pull, columns)
+            z[at] = _towards(q.index_select(0, at), labels[at], self._pull[chunks.owner[begin:end]], shard)
         return values, 1.0
 
     def _expected(self, at: slice, temperature: float, dtype: torch.dtype) -> Expected:
         target, start = self.target, self.target.start
         token, inner, logprob = target.token[at], target.inner[at].to(dtype), target.logprob[at].to(dtype)
-        if self.ready is not None:
-            logits = self.ready[at.start - self.offset : at.stop - self.offset]
-            logp = log_probs(logits.to(dtype) / temperature)
-            return Expected(logp, None, None, token, logp.gather(-1, token[:, None]).squeeze(-1), inner)
+        if self._ready is not None:
+            logp = log_probs(self._ready[at.start - self._offset : at.stop - self._offset].to(dtype) / temperature)
+            return Expected(logp.gather(-1, token[:, None]).squeeze(-1), inner, token, logp)
         if isinstance(start, TopKTarget):
             logp = start.logprobs[at].to(dtype).clamp(min=LOG_FLOOR)
-            return Expected(logp, start.ids[at], start.tail[at].to(dtype), token, logprob, inner)
-        return Expected(logprob.new_zeros(len(logprob), 0), None, None, token, logprob, inner)
+            return Expected(logprob, inner, token, logp, start.ids[at], start.tail[at].to(dtype))
+        return Expected(logprob, inner, token, logprob.new_zeros(len(logprob), 0))
 
 
 def _label_logq(z: Tensor, rows: Tensor, call: Call, relation: Relation) -> Tensor:
@@ -112,56 +102,21 @@ def _label_logq(z: Tensor, rows: Tensor, call: Call, relation: Relation) -> Tens
     assert call.labels is not None
     if call.softcap is not None:
         z.div_(call.softcap).tanh_().mul_(call.softcap)
-    z.div_(call.temperature)
-    z[:, call.columns.beyond(relation.sizes[0]) :] = -math.inf
-    (own,) = call.columns.total(call.columns.gather(z, call.labels[rows, None], 0.0).squeeze(-1))
-    (largest,) = call.columns.largest(z.amax(-1))
-    (mass,) = call.columns.total(z.sub_(largest[:, None]).exp_().sum(-1))
+    z.div_(call.params.temperature)
+    z[:, call.shard.held(relation.sizes[0]) :] = -math.inf
+    (own,) = call.shard.total(call.shard.gather(z, call.labels[rows, None], 0.0).squeeze(-1))
+    (largest,) = call.shard.largest(z.amax(-1))
+    (mass,) = call.shard.total(z.sub_(largest[:, None]).exp_().sum(-1))
     return (own - largest - mass.log()).clamp_(min=LOG_FLOOR)
 
 
 @dataclass(frozen=True)
-class First:
-    """The student where F chunks begin."""
+class Side:
+    """One of the models where F chunks begin."""
 
-    logq: Tensor  # [F, V]
-    q: Tensor  # [F, V]
-    token: Tensor  # [F]; the chunk's first, a global id
-    inner: Tensor  # [F]; log-probability of the chunk's other tokens
-    columns: VocabShard
-    first_logq: Tensor = field(init=False)  # [F]; of the chunk's first token
-
-    def __post_init__(self) -> None:
-        (own,) = self.columns.total(self.columns.gather(self.logq, self.token[:, None], 0.0).squeeze(-1))
-        object.__setattr__(self, "first_logq", own)
-
-    @property
-    def log_chunk(self) -> Tensor:
-        return self.first_logq + self.inner
-
-    @property
-    def leaving(self) -> Tensor:
-        """Mass that begins as the chunk does and then leaves it; not by a subtraction, which would lose small ones."""
-        return -self.first_logq.exp() * torch.expm1(self.inner)
-
-    def put(self, matrix: Tensor, ids: Tensor, values: Tensor) -> None:
-        """matrix[f, ids[f]] = values[f], where the id is in this rank's columns."""
-        where, inside = self.columns.local(ids[:, None])
-        if inside is not None:
-            values = torch.where(inside.squeeze(-1), values, matrix.gather(-1, where).squeeze(-1))
-        matrix.scatter_(-1, where, values[:, None])
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The teacher where the same chunks begin."""
-
-    logp: Tensor  # [F, W], or [F, K] at `ids`
-    ids: Tensor | None
-    tail: Tensor | None  # [F]; log-mass of the rest of a truncated one
-    token: Tensor  # [F]
-    log_first: Tensor  # [F]
-    inner: Tensor  # [F]
+    log_first: Tensor  # [F]; log-probability of the chunk's first token …
+    inner: Tensor  # [F]; … and of its others
+    token: Tensor  # [F]; the first, a global id
 
     @property
     def log_chunk(self) -> Tensor:
@@ -169,20 +124,48 @@ class Expected:
 
     @property
     def leaving(self) -> Tensor:
+        """Mass that begins as the chunk does and then leaves it; not by a subtraction, which would lose small ones."""
         return -self.log_first.exp() * torch.expm1(self.inner)
+
+
+@dataclass(frozen=True)
+class Student(Side):
+    logq: Tensor  # [F, V]
+    q: Tensor  # [F, V]
+    shard: VocabShard
+
+    def put(self, matrix: Tensor, ids: Tensor, values: Tensor) -> None:
+        """matrix[f, ids[f]] = values[f], where the id is one of this rank's."""
+        where, inside = self.shard.local(ids[:, None])
+        if inside is not None:
+            values = torch.where(inside.squeeze(-1), values, matrix.gather(-1, where).squeeze(-1))
+        matrix.scatter_(-1, where, values[:, None])
+
+
+@dataclass(frozen=True)
+class Expected(Side):
+    """The teacher."""
+
+    logp: Tensor  # [F, W], or [F, K] at `ids`
+    ids: Tensor | None = None
+    tail: Tensor | None = None  # [F]; log-mass of the rest of a truncated one
+
+    @property
+    def own(self) -> Tensor:
+        """Of a truncated one: which entries are the chunk's first token."""
+        assert self.ids is not None
+        return self.ids == self.token[:, None]
 
 
 Gradient = tuple[Tensor, Tensor, Tensor]  # values [F], gradient at the first rows' logits [F, V], pull [F]
 
 
-def _towards(q: Tensor, labels: Tensor, pull: Tensor, columns: VocabShard) -> Tensor:
+def _towards(q: Tensor, labels: Tensor, pull: Tensor, shard: VocabShard) -> Tensor:
     """pull · ∂ log q(label) / ∂ logits, in place of q."""
-    gradient = q.mul_(-pull[:, None])
-    where, inside = columns.local(labels[:, None])
-    return gradient.scatter_add_(-1, where, pull[:, None] if inside is None else pull[:, None] * inside)
+    return shard.scatter_add(q.mul_(-pull[:, None]), labels[:, None], pull[:, None])
 
 
-def _compared(logp: Tensor, logq: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _compared(logp: Tensor, logq: Tensor, params: LossParams) -> tuple[Tensor, Tensor]:
     """The divergence over buckets [F, B] that are the same on every rank, and its gradient at the bucket logits."""
     logp, logq = logp.clamp(min=LOG_FLOOR), logq.clamp(min=LOG_FLOOR)
 
@@ -191,7 +174,7 @@ def _compared(logp: Tensor, logq: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 
     q = logq.exp()
     block = Block(logp, logq, logp.exp(), q, torch.empty_like(logp), total)
-    value, factor = gated(block, (logp > LOG_FLOOR).to(logp.dtype), call)
+    value, factor = compared(block, (logp > LOG_FLOOR).to(logp.dtype), params)
     # No token of the student's leads to an empty bucket: what pulls towards it pulls on nothing.
     gradient = (block.logq * factor).masked_fill_(q == 0, 0.0)
     return value, gradient - q * gradient.sum(-1, keepdim=True)
@@ -206,24 +189,24 @@ def _over(gradient: Tensor, mass: Tensor) -> Tensor:
     return torch.where(mass > 0, gradient / mass.clamp(min=torch.finfo(mass.dtype).tiny), 0.0)
 
 
-def shared(first: First, teacher: Expected, target: ChunkTarget, call: Call) -> Gradient:
+def shared(first: Student, teacher: Expected, target: ChunkTarget, params: LossParams) -> Gradient:
     """The chunk · each pair of ids that mean the same · all else."""
     return (
-        _shared_dense(first, teacher, target.relation, call)
+        _shared_dense(first, teacher, target.relation, params)
         if teacher.ids is None
-        else _shared_top_k(first, teacher, target.relation, call)
+        else _shared_top_k(first, teacher, target.relation, params)
     )
 
 
-def _shared_dense(first: First, teacher: Expected, relation: Relation, call: Call) -> Gradient:
-    columns = first.columns
-    pairs, alone = (_here(relation, name, columns) for name in ("student", "student_alone"))
-    ours, our_alone = relation.student[pairs] - columns.start, relation.student_alone[alone] - columns.start
+def _shared_dense(first: Student, teacher: Expected, relation: Relation, params: LossParams) -> Gradient:
+    shard = first.shard
+    pairs, alone = (_here(relation, name, shard) for name in ("student", "student_alone"))
+    ours, our_alone = relation.student[pairs] - shard.start, relation.student_alone[alone] - shard.start
     count = relation.student.shape[0]
     # A bucket's logarithm is on the rank that has its id: the largest over the ranks is it.
     logq = first.q.new_full((first.q.shape[0], count), -math.inf)
     logq[:, pairs] = first.logq.index_select(1, ours)
-    (logq,) = columns.largest(logq)
+    (logq,) = shard.largest(logq)
     logp = teacher.logp.index_select(1, relation.teacher)
     # The pairs of the chunk's own first tokens are no buckets: their mass is the chunk's, or the rest's.
     place_s, place_t = relation.place_student[first.token], relation.place_teacher[teacher.token]
@@ -236,19 +219,19 @@ def _shared_dense(first: First, teacher: Expected, relation: Relation, call: Cal
             matrix.scatter_(
                 -1, dropped, torch.where(place >= 0, LOG_FLOOR, matrix.gather(-1, dropped).squeeze(-1))[:, None]
             )
-    rest_q = rest_q + columns.total(_without(first.q.index_select(1, our_alone), -1 - place_s - alone.start).sum(-1))[0]
+    rest_q = rest_q + shard.total(_without(first.q.index_select(1, our_alone), -1 - place_s - alone.start).sum(-1))[0]
     p_alone = teacher.logp.index_select(1, relation.teacher_alone).exp()
     rest_p = rest_p + _without(p_alone, -1 - place_t).sum(-1)
     value, g = _compared(
         torch.cat([teacher.log_chunk[:, None], logp, _log(rest_p)[:, None]], -1),
         torch.cat([first.log_chunk[:, None], logq, _log(rest_q)[:, None]], -1),
-        call,
+        params,
     )
     for_rest = _over(g[:, -1], rest_q)
     gradient = first.q * for_rest[:, None]
-    aside = gradient.gather(-1, columns.local(partner[:, None])[0]).squeeze(-1)
+    aside = gradient.gather(-1, shard.local(partner[:, None])[0]).squeeze(-1)
     gradient.index_copy_(1, ours, g[:, 1:-1][:, pairs])
-    held = gradient.gather(-1, columns.local(partner[:, None])[0]).squeeze(-1)
+    held = gradient.gather(-1, shard.local(partner[:, None])[0]).squeeze(-1)
     first.put(gradient, partner, torch.where(place_t >= 0, aside, held))
     first.put(gradient, first.token, g[:, 0] + first.leaving * for_rest)
     return value, gradient, g[:, 0] - first.log_chunk.exp() * for_rest
@@ -269,26 +252,25 @@ def _without(matrix: Tensor, column: Tensor) -> Tensor:
     return matrix.scatter(-1, where, torch.where(inside[:, None], 0.0, matrix.gather(-1, where)))
 
 
-def _shared_top_k(first: First, teacher: Expected, relation: Relation, call: Call) -> Gradient:
+def _shared_top_k(first: Student, teacher: Expected, relation: Relation, params: LossParams) -> Gradient:
     assert teacher.ids is not None
     place = relation.place_teacher[teacher.ids]
     ours = relation.student[place.clamp(min=0)]
-    own = teacher.ids == teacher.token[:, None]
-    valid = (place >= 0) & ~own & (ours != first.token[:, None])
+    valid = (place >= 0) & ~teacher.own & (ours != first.token[:, None])
     ours = torch.where(valid, ours, first.token[:, None])  # harmless: that column is set last
-    (logq,) = first.columns.largest(first.columns.gather(first.logq, ours, -math.inf))
+    (logq,) = first.shard.largest(first.shard.gather(first.logq, ours, -math.inf))
     logq = logq.masked_fill(~valid, LOG_FLOOR)
-    where, inside = first.columns.local(ours)
+    where, inside = first.shard.local(ours)
     kept = valid if inside is None else valid & inside
     rest = first.q.scatter_reduce(-1, where, torch.where(kept, 0.0, math.inf).to(first.q.dtype), "amin")
     first.put(rest, first.token, torch.zeros_like(first.leaving))
-    rest_q = first.leaving + first.columns.total(rest.sum(-1))[0]
+    rest_q = first.leaving + first.shard.total(rest.sum(-1))[0]
     value, g = _compared(
         torch.cat(
             [teacher.log_chunk[:, None], teacher.logp.masked_fill(~valid, LOG_FLOOR), _rest_of(teacher, valid)], -1
         ),
         torch.cat([first.log_chunk[:, None], logq, _log(rest_q)[:, None]], -1),
-        call,
+        params,
     )
     for_rest = _over(g[:, -1], rest_q)
     gradient = rest.mul_(for_rest[:, None])
@@ -299,31 +281,31 @@ def _shared_top_k(first: First, teacher: Expected, relation: Relation, call: Cal
 
 def _rest_of(teacher: Expected, buckets: Tensor) -> Tensor:
     """Log-mass [F, 1] of a truncated teacher's rest: its tail, the entries that are no bucket, and what left the chunk."""
-    assert teacher.ids is not None and teacher.tail is not None
-    own = teacher.ids == teacher.token[:, None]
+    assert teacher.tail is not None
+    own = teacher.own
     others = teacher.logp.masked_fill(buckets | own, -math.inf).exp().sum(-1)
     # Where the first token is none of the entries, it is in the tail, and the chunk has to be taken out of it.
     began = torch.where(own.any(-1), teacher.leaving, -teacher.log_chunk.exp())
     return _log(teacher.tail.exp() + others + began)[:, None]
 
 
-def projection(first: First, teacher: Expected, target: ChunkTarget, call: Call) -> Gradient:
+def projection(first: Student, teacher: Expected, target: ChunkTarget, params: LossParams) -> Gradient:
     """The chunk · the teacher's ids, with the student's mass sent to them through the map · the rest."""
-    relation, columns = target.relation, first.columns
-    entries, lost = _here(relation, "start", columns), _here(relation, "unmapped", columns)
-    start, end = relation.start[entries] - columns.start, relation.end[entries]
+    relation, shard = target.relation, first.shard
+    entries, lost = _here(relation, "start", shard), _here(relation, "unmapped", shard)
+    start, end = relation.start[entries] - shard.start, relation.end[entries]
     value_of = relation.value[entries].to(first.q.dtype)
     mass = first.q.clone()  # all of the student's but the chunk's
     first.put(mass, first.token, first.leaving)
     sent = mass.new_zeros(mass.shape[0], relation.sizes[1]).index_add_(1, end, mass.index_select(1, start) * value_of)
-    nowhere = mass.index_select(1, relation.unmapped[lost] - columns.start).sum(-1)
-    sent, nowhere = columns.total(torch.cat([sent, nowhere[:, None]], -1))[0].split([relation.sizes[1], 1], -1)
+    nowhere = mass.index_select(1, relation.unmapped[lost] - shard.start).sum(-1)
+    sent, nowhere = shard.total(torch.cat([sent, nowhere[:, None]], -1))[0].split([relation.sizes[1], 1], -1)
     if teacher.ids is None:
         logp = teacher.logp.scatter(-1, teacher.token[:, None], _log(teacher.leaving)[:, None])
         logp = torch.cat([teacher.log_chunk[:, None], logp, torch.full_like(nowhere, -math.inf)], -1)
         masses = torch.cat([sent, nowhere], -1)
     else:
-        own = teacher.ids == teacher.token[:, None]
+        own = teacher.own
         kept = torch.where(own, _log(teacher.leaving)[:, None], teacher.logp)
         out_of_tail = torch.where(own.any(-1), 0.0, teacher.log_chunk.exp())
         assert teacher.tail is not None
@@ -331,46 +313,46 @@ def projection(first: First, teacher: Expected, target: ChunkTarget, call: Call)
         logp = torch.cat([teacher.log_chunk[:, None], kept, rest[:, None]], -1)
         others = sent.scatter(-1, teacher.ids, 0.0).sum(-1, keepdim=True) + nowhere
         masses = torch.cat([sent.gather(-1, teacher.ids), others], -1)
-    value, g = _compared(logp, torch.cat([first.log_chunk[:, None], _log(masses)], -1), call)
+    value, g = _compared(logp, torch.cat([first.log_chunk[:, None], _log(masses)], -1), params)
     each = _over(g[:, 1:], masses)
     per_id = each[:, :-1]
     if teacher.ids is not None:
         per_id = each[:, -1:].expand(-1, relation.sizes[1]).scatter(-1, teacher.ids, each[:, :-1])
     back = mass.new_zeros(mass.shape).index_add_(1, start, per_id.index_select(1, end) * value_of)
-    back[:, relation.unmapped[lost] - columns.start] = each[:, -1:]
-    (of_first,) = columns.total(columns.gather(back, first.token[:, None], 0.0).squeeze(-1))
+    back[:, relation.unmapped[lost] - shard.start] = each[:, -1:]
+    (of_first,) = shard.total(shard.gather(back, first.token[:, None], 0.0).squeeze(-1))
     gradient = back.mul_(mass)
     first.put(gradient, first.token, g[:, 0] + first.leaving * of_first)
     return value, gradient, g[:, 0] - first.log_chunk.exp() * of_first
 
 
-def _here(relation: Relation, name: str, columns: VocabShard) -> slice:
+def _here(relation: Relation, name: str, shard: VocabShard) -> slice:
     """The part of a list of student ids, which increase, that this rank has columns for."""
-    begin, end = np.searchsorted(relation.hosts[name], (columns.start, columns.start + columns.size))
+    begin, end = np.searchsorted(relation.hosts[name], (shard.start, shard.start + shard.size))
     return slice(int(begin), int(end))
 
 
-def chunk(first: First, teacher: Expected, target: ChunkTarget, call: Call) -> Gradient:
+def chunk(first: Student, teacher: Expected, target: ChunkTarget, params: LossParams) -> Gradient:
     """{the chunk, anything else}, with both likelihoods raised to 1 / τ."""
     tau = target.chunk_temperature
     ours, theirs = ((side.log_chunk / tau).clamp(LOG_FLOOR, -1e-7) for side in (first, teacher))
     logq, logp = (torch.stack([x, _log(-torch.expm1(x))], -1) for x in (ours, theirs))
-    value, g = _compared(logp, logq, call)
+    value, g = _compared(logp, logq, params)
     pull = _over(g[:, 0], -torch.expm1(ours)) / tau
-    return value, _towards(first.q.clone(), first.token, pull, first.columns), pull
+    return value, _towards(first.q.clone(), first.token, pull, first.shard), pull
 
 
-def uld(first: First, teacher: Expected, target: ChunkTarget, call: Call) -> Gradient:
+def uld(first: Student, teacher: Expected, target: ChunkTarget, params: LossParams) -> Gradient:
     """L1 between the largest probabilities of both sides, in order, and the rest."""
-    columns, theirs = first.columns, teacher.logp.exp()
+    shard, theirs = first.shard, teacher.logp.exp()
     kept = min(ULD_ENTRIES, target.relation.sizes[0], theirs.shape[1])
     # Any rank may hold all of the largest; one with fewer ids than that fills up with what is never chosen.
-    count = min(kept, columns.widest)
-    mine = min(count, columns.size)
+    count = min(kept, shard.widest)
+    mine = min(count, shard.size)
     values, places = first.q.new_full((len(first.q), count), -1.0), first.token.new_full((len(first.q), count), -1)
     values[:, :mine], found = first.q.topk(mine, -1)
-    places[:, :mine] = found + columns.start
-    values, places = columns.joined(values, places)
+    places[:, :mine] = found + shard.start
+    values, places = shard.joined(values, places)
     values, order = values.topk(kept, -1)
     places = places.gather(-1, order)
     top = theirs.topk(kept, -1).values
@@ -379,14 +361,12 @@ def uld(first: First, teacher: Expected, target: ChunkTarget, call: Call) -> Gra
     sign = torch.sign(q - p)
     mean = (q * sign).sum(-1, keepdim=True)
     gradient = first.q * (sign[:, -1:] - mean)
-    where, inside = columns.local(places)
     own = values * (sign[:, :-1] - mean)
-    change = own - gradient.gather(-1, where)
-    gradient.scatter_add_(-1, where, change if inside is None else change * inside)
+    shard.scatter_add(gradient, places, own - shard.gather(gradient, places, 0.0))
     return (q - p).abs().sum(-1), gradient, torch.zeros_like(first.inner)
 
 
-METHODS: dict[str, Callable[[First, Expected, ChunkTarget, Call], Gradient]] = {
+METHODS: dict[str, Callable[[Student, Expected, ChunkTarget, LossParams], Gradient]] = {
     "common_vocab": shared,
     "projection": projection,
     "span_likelihood": chunk,

@@ -62,7 +62,7 @@ def prefix_marginal_logits(
     shard = shard or VocabShard(target.width, target.width)
     start, stop, _ = rows.indices(len(target.place_host))
     if out is None:
-        width = shard.beyond(target.width)
+        width = shard.held(target.width)
         out = torch.empty(stop - start, width, device=target.place.device, dtype=target.beyond.dtype)
     step = max(1, MARGINAL_BYTES // (4 * max(target.source.width, shard.widest)))
     for first in range(start, stop, step):

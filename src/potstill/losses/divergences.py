@@ -12,6 +12,7 @@ Golden values: tests/unit/losses/test_divergences.py. How to add one: docs/losse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -26,8 +27,25 @@ TINY = 1e-37  # a mixture of two empty buckets is empty; its logarithm must be f
 
 @dataclass(frozen=True)
 class LossParams:
+    """Which divergence is meant."""
+
+    divergence: str = "forward_kl"
+    temperature: float = 1.0
     beta: float = 0.5  # jsd
     alpha: float = 0.1  # skew_kl, skew_reverse_kl
+    entropy_gate: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"unknown divergence {self.divergence!r}; there are {', '.join(DIVERGENCES)}")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be above 0 and finite, not {self.temperature}")
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta must be between 0 and 1, not {self.beta}")
+        if not 0 < self.alpha < 1:
+            raise ValueError(f"alpha must be between 0 and 1, not {self.alpha}")
+        if self.entropy_gate is not None and not self.entropy_gate > 0:
+            raise ValueError(f"entropy_gate must be above 0, not {self.entropy_gate}")
 
 
 @dataclass(frozen=True)
@@ -38,7 +56,9 @@ class Block:
     q: Tensor
     spare: Tensor  # scratch of the same shape
     total: Callable[..., tuple[Tensor, ...]]  # row sums [n] of one or more [n, B]
-    normalizers: tuple[Tensor, Tensor] | None = None  # [n] each, of P and of Q; None: everything is normalised
+    # [n] each, of P and of Q; None: everything is normalised. To leave that to those who need it saves forward KL 5 % of a call
+    # on a CPU (dense, 49,152 ids).
+    normalizers: tuple[Tensor, Tensor] | None = None
 
     def normalised(self) -> Block:
         """The block with true probabilities and log-probabilities, in the same buffers."""
@@ -58,7 +78,7 @@ class Block:
 Divergence = Callable[[Block, LossParams], tuple[Tensor, float]]
 
 
-def forward_kl(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
+def forward_kl(b: Block, params: LossParams) -> tuple[Tensor, float]:
     (value,) = b.total(b.logp.sub_(b.logq).mul_(b.p))
     if b.normalizers is None:
         torch.sub(b.q, b.p, out=b.logq)
@@ -68,17 +88,17 @@ def forward_kl(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
     return value * share + b.log_norm_diff(), 1.0
 
 
-def reverse_kl(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
+def reverse_kl(b: Block, params: LossParams) -> tuple[Tensor, float]:
     r = b.logq.sub_(b.logp)
     (mean,) = b.total(torch.mul(b.q, r, out=b.logp))
     r.sub_(mean[:, None]).mul_(b.q)
     return mean - b.log_norm_diff(), 1.0
 
 
-def jsd(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
-    beta = knobs.beta
+def jsd(b: Block, params: LossParams) -> tuple[Tensor, float]:
+    beta = params.beta
     if beta in (0.0, 1.0):
-        return forward_kl(b, knobs) if beta == 0.0 else reverse_kl(b, knobs)
+        return forward_kl(b, params) if beta == 0.0 else reverse_kl(b, params)
     b = b.normalised()
     logm = torch.lerp(b.q, b.p, beta, out=b.spare).clamp_(min=TINY).log_()
     left = b.logp.sub_(logm).mul_(b.p)
@@ -88,28 +108,28 @@ def jsd(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
     return beta * left + (1 - beta) * right, 1 - beta
 
 
-def skew_kl(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
+def skew_kl(b: Block, params: LossParams) -> tuple[Tensor, float]:
     b = b.normalised()
-    m = torch.lerp(b.q, b.p, knobs.alpha, out=b.spare).clamp_(min=TINY)
+    m = torch.lerp(b.q, b.p, params.alpha, out=b.spare).clamp_(min=TINY)
     r = torch.div(b.p, m, out=b.logq)  # ∂f/∂q is −(1 − α) times this
     value, mean = b.total(b.logp.sub_(m.log_()).mul_(b.p), torch.mul(b.q, r, out=b.p))
     r.sub_(mean[:, None]).mul_(b.q)
-    return value, knobs.alpha - 1
+    return value, params.alpha - 1
 
 
-def skew_reverse_kl(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
+def skew_reverse_kl(b: Block, params: LossParams) -> tuple[Tensor, float]:
     b = b.normalised()
-    m = torch.lerp(b.p, b.q, knobs.alpha, out=b.spare).clamp_(min=TINY)
+    m = torch.lerp(b.p, b.q, params.alpha, out=b.spare).clamp_(min=TINY)
     share = torch.div(b.q, m, out=b.p)
     r = b.logq.sub_(m.log_())
     torch.mul(b.q, r, out=b.logp)
-    r.sub_(share, alpha=knobs.alpha)
+    r.sub_(share, alpha=params.alpha)
     value, mean = b.total(b.logp, torch.mul(b.q, r, out=b.spare))
     r.sub_(mean[:, None]).mul_(b.q)
     return value, 1.0
 
 
-def tvd(b: Block, knobs: LossParams) -> tuple[Tensor, float]:
+def tvd(b: Block, params: LossParams) -> tuple[Tensor, float]:
     b = b.normalised()
     difference = torch.sub(b.q, b.p, out=b.p)
     r = torch.sign(difference, out=b.logq)
@@ -131,3 +151,19 @@ DIVERGENCES: dict[str, Divergence] = {
 def temperature_scale(divergence: str, temperature: float) -> float:
     """What a divergence at this temperature is multiplied by, so that its gradients keep their size."""
     return temperature if divergence == "tvd" else temperature**2
+
+
+def compared(block: Block, present: Tensor, params: LossParams) -> tuple[Tensor, float]:
+    """The chosen divergence, mixed with forward KL row by row when there is an entropy gate. `present` is 1 at the buckets
+    that exist and count on this rank."""
+    chosen = DIVERGENCES[params.divergence]
+    if params.entropy_gate is None:
+        return chosen(block, params)
+    block = block.normalised()
+    entropy, buckets = block.total(torch.mul(block.p, block.logp, out=block.spare).neg_(), present)
+    gate = (entropy / buckets.clamp(min=2.0).log()).clamp_(0.0, 1.0) ** params.entropy_gate  # one bucket has no entropy
+    other = replace(block, logp=block.logp.clone(), logq=block.logq.clone())  # forward KL leaves p and q as they are
+    forward, forward_factor = forward_kl(other, params)
+    value, factor = chosen(block, params)
+    block.logq.mul_(((1 - gate) * factor)[:, None]).addcmul_(other.logq, (gate * forward_factor)[:, None])
+    return (1 - gate) * value + gate * forward, 1.0

@@ -1,31 +1,43 @@
 """The output head, the divergence, the cross-entropy and all their gradients, chunk of rows by chunk of rows, so that
 logits of [rows, vocabulary] never exist for the whole batch.
 
-Products are made for a chunk of rows at a time, as large as the memory budget allows. What follows them runs on blocks of a
-few rows that stay in the processor's cache (losses/rows.py), in place, in buffers made once per call.
+Logits are made for a chunk of rows at a time, as large as the memory budget allows. What follows runs on blocks of a few rows
+that stay in the processor's cache (losses/rows.py), in place, in buffers made once per call.
 N rows, H hidden width, V vocabulary (this rank's part of it, with a group), n rows of a chunk, b rows of a block.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from potstill.losses.checks import check_call
-from potstill.losses.cross_tokenizer import OpenedChunks
+from potstill.losses.cross_tokenizer import ChunkRows
 from potstill.losses.dense import target_logits
 from potstill.losses.divergences import LossParams
-from potstill.losses.rows import Call, Opened, Scratch, loss_of_rows
-from potstill.losses.vocab_parallel import VocabShard, shared_columns
-from potstill.types import ChunkTarget, Dense, Head, PrefixMarginalTarget, Target
+from potstill.losses.rows import CHUNK_BYTES, Buffers, Call, Comparison, DenseRows, SampledRows, TopKRows, loss_of_rows
+from potstill.losses.vocab_parallel import VocabShard, shard_targets
+from potstill.types import (
+    ChunkTarget,
+    Dense,
+    Head,
+    Ints,
+    PrefixMarginalTarget,
+    SampledTarget,
+    Target,
+    TargetCheck,
+    TopKTarget,
+    expect,
+)
 
-CHUNK_BYTES = 192 * 2**20  # of one [n, V] buffer; with few rows a product mostly moves the head about
 BLOCK_BYTES = 2 * 2**20  # of one [b, V] buffer
+Targets = Sequence[tuple[float | Tensor, Target]]
 
 
 class FusedLoss(NamedTuple):
@@ -37,7 +49,7 @@ class FusedLoss(NamedTuple):
 def fused_linear_kd(
     hidden: Tensor,
     weight: Tensor,
-    target: Target | Sequence[tuple[float | Tensor, Target]] | None,
+    target: Target | Targets | None,
     *,
     labels: Tensor | None = None,
     row_weight: Tensor | None = None,
@@ -57,11 +69,11 @@ def fused_linear_kd(
     """Distillation and cross-entropy loss of `hidden` [N, H] through the output head `weight` [V, H].
 
     `target` may be a sequence of (weight, target) pairs, for several teachers over one head product; `kd` is then their
-    weighted sum. A weight may be a tensor [N], one a row (the same for all rows of a chunk of a `ChunkTarget`). A dense target
-    narrower than V leaves the student's further ids (padding of the vocabulary) out of the divergence's softmax; the
+    weighted sum. A weight may be a tensor [N], one per row (the same for all rows of a chunk of a `ChunkTarget`). A dense
+    target narrower than V leaves the student's further ids (padding of the vocabulary) out of the divergence's softmax; the
     cross-entropy is always over all of V.
 
-    `ce_weight` may be a tensor [N] too, one a row; a weight below 0 makes the row's label less likely.
+    `ce_weight` may be a tensor [N] too, one per row; a weight below 0 makes the row's label less likely.
 
     `entropy_gate`: where the teacher's entropy, as a share of the largest possible one, is g, the row's divergence is
     (1 − g^gate) of the chosen one and g^gate of forward KL: the less sure the teacher, the more of its spread is learnt.
@@ -70,60 +82,156 @@ def fused_linear_kd(
     dense target is cut at the same ids, or whole on every rank. `hidden` is the same on every rank, and its gradient is
     summed over the group. Ids are global.
     """
-    targets = ((1.0, target),) if isinstance(target, Target) else tuple(target or ())
+    params = LossParams(divergence, temperature, beta, alpha, entropy_gate)
     head = Head(weight, bias, softcap, logit_scale)
-    check_call(
-        hidden,
-        head,
-        targets,
-        labels=labels,
-        row_weight=row_weight,
-        divergence=divergence,
-        temperature=temperature,
-        beta=beta,
-        alpha=alpha,
-        ce_weight=ce_weight,
-        entropy_gate=entropy_gate,
-        chunk_rows=chunk_rows,
-        sharded=group is not None,
-    )
-    columns, targets, same_ids = shared_columns(weight.shape[0], targets, group, hidden.device)
-    if row_weight is None:
-        row_weight = hidden.new_ones(hidden.shape[0], dtype=torch.float32)
+    targets: Targets = ((1.0, target),) if isinstance(target, Target) else tuple(target or ())
+    _check(hidden, head, targets, labels, row_weight, ce_weight, chunk_rows, params, group is not None)
+    shard, targets, same_ids = shard_targets(head.width, targets, group, hidden.device)
     compute = torch.promote_types(hidden.dtype, torch.float32)
     call = Call(
-        targets=[(w, OpenedChunks.of(t, compute) if isinstance(t, ChunkTarget) else t) for w, t in targets],
+        comparisons=[(share, _comparison(t, i, shard, temperature)) for i, (share, t) in enumerate(targets)],
+        params=params,
+        row_weight=hidden.new_ones(hidden.shape[0], dtype=torch.float32) if row_weight is None else row_weight,
+        shard=shard,
+        buffers=Buffers(compute, hidden.device),
         labels=labels,
-        row_weight=row_weight,
-        divergence=divergence,
-        knobs=LossParams(beta=beta, alpha=alpha),
-        temperature=temperature,
         kd_weight=kd_weight if targets else 0.0,
         ce_weight=ce_weight,
         softcap=softcap,
         logit_scale=logit_scale,
-        entropy_gate=entropy_gate,
-        columns=columns,
         same_ids=same_ids,
-        differentiate=torch.is_grad_enabled(),
     )
-    return FusedLoss(*_FusedLinearKD.apply(hidden, weight, bias, call, chunk_rows))
+    fitting = max(16, CHUNK_BYTES // (compute.itemsize * shard.widest))
+    return FusedLoss(*fused_loss(_HeadProduct(hidden, head, shard, compute), call, chunk_rows or fitting))
 
 
-class _FusedLinearKD(torch.autograd.Function):
+def _check(
+    hidden: Tensor,
+    head: Head,
+    targets: Targets,
+    labels: Tensor | None,
+    row_weight: Tensor | None,
+    ce_weight: float | Tensor,
+    chunk_rows: int | None,
+    params: LossParams,
+    sharded: bool,
+) -> None:
+    """What is refused, from shapes, types and settings alone: no device value is read."""
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be at least 1, not {chunk_rows}")
+    head.check(hidden)
+    if not head.width:
+        raise ValueError("weight has no columns of the vocabulary: it must be [V, H] with V at least 1")
+    rows = hidden.shape[0]
+    if (isinstance(ce_weight, Tensor) or ce_weight) and labels is None:
+        raise ValueError("ce_weight needs labels")
+    if labels is not None:
+        expect("labels", labels, rows, integer=True)
+    shares = [("the weight of a target", share) for share, _ in targets]
+    for name, value in (("row_weight", row_weight), ("ce_weight", ce_weight), *shares):
+        if isinstance(value, Tensor):
+            expect(name, value, rows)
+    fit = TargetCheck(rows, None if sharded else head.width, params.divergence, params.temperature, labels is not None)
+    for _, target in targets:
+        if not isinstance(target, Target):
+            raise ValueError(f"{type(target).__name__} is not a Target: DenseTarget(…), TopKTarget, SampledTarget, …")
+        target.check(fit)
+
+
+def _comparison(target: Target, number: int, shard: VocabShard, temperature: float) -> Comparison:
+    if isinstance(target, Dense):
+        read = partial(target_logits, target, temperature=temperature, shard=shard)
+        # A prefix-marginal one is whole on every rank, but its logits are made for this rank's ids.
+        width = shard.held(target.width) if isinstance(target, PrefixMarginalTarget) else target.width
+        return DenseRows(read, width, f"teacher {number}")
+    kinds: dict[type[Target], Callable[[Any], Comparison]] = {
+        TopKTarget: TopKRows,
+        SampledTarget: SampledRows,
+        ChunkTarget: ChunkRows,
+    }
+    return kinds[type(target)](target)
+
+
+class Student(Protocol):
+    """The side that learns: where its logits come from, and where their gradient goes."""
+
+    rows: int
+    wants: bool  # some leaf wants a gradient
+
+    @property
+    def leaves(self) -> Sequence[Tensor | None]:
+        """What autograd knows it by."""
+        ...
+
+    def logits(self, chunk: slice, out: Tensor) -> Tensor:
+        """Raw ones, into a buffer."""
+        ...
+
+    def back(self, chunk: slice, grad: Tensor) -> None:
+        """Take the gradient of a chunk's logits."""
+        ...
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Of the leaves, once all chunks are through."""
+        ...
+
+
+class _HeadProduct:
+    """Hidden states and a head: logits are a product with the head, and so are the gradients."""
+
+    def __init__(self, hidden: Tensor, head: Head, shard: VocabShard, compute: torch.dtype) -> None:
+        self.leaves = (hidden, head.weight, head.bias)
+        self.rows, self._hidden, self._shard, self._compute = hidden.shape[0], hidden, shard, compute
+        # Its cap comes later, block by block, together with the slope of the cap.
+        self._head = replace(head, weight=head.weight.to(hidden.dtype), softcap=None)
+        enabled = torch.is_grad_enabled()
+        of_hidden, of_weight, of_bias = (enabled and x is not None and x.requires_grad for x in self.leaves)
+        self.wants = of_hidden or of_weight or of_bias
+        self._grad_hidden = torch.empty_like(hidden) if of_hidden else None
+        self._grad_weight = torch.zeros_like(head.weight, dtype=compute) if of_weight else None
+        self._grad_bias = torch.zeros(head.width, dtype=compute, device=hidden.device) if of_bias else None
+
+    def logits(self, chunk: slice, out: Tensor) -> Tensor:
+        return self._head.logits(self._hidden[chunk], out)
+
+    def back(self, chunk: slice, grad: Tensor) -> None:
+        hidden = self._hidden[chunk]
+        narrow = grad.to(hidden.dtype)
+        if self._grad_hidden is not None:
+            torch.mm(narrow, self._head.weight, out=self._grad_hidden[chunk])
+        if self._grad_weight is not None and hidden.dtype == self._compute:
+            self._grad_weight.addmm_(narrow.t(), hidden)
+        elif self._grad_weight is not None:
+            self._grad_weight += narrow.t() @ hidden
+        if self._grad_bias is not None:
+            self._grad_bias += grad.sum(0)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        if self._grad_hidden is not None and self._shard.group is not None:
+            dist.all_reduce(self._grad_hidden, group=self._shard.group)
+        found = (self._grad_hidden, self._grad_weight, self._grad_bias)
+        return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in zip(found, self.leaves, strict=True))
+
+
+def fused_loss(student: Student, call: Call, chunk_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The weighted sum over all rows (differentiable), and the rows' divergence and cross-entropy."""
+    call = replace(call, differentiate=student.wants)
+    found: tuple[Tensor, Tensor, Tensor] = _Fused.apply(student, call, chunk_rows, *student.leaves)
+    return found
+
+
+class _Fused(torch.autograd.Function):
     """Gradients are made in the forward pass, while a chunk's logits are at hand; backward only scales them."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, chunk_rows: int | None
+        ctx: Any, student: Student, call: Call, chunk_rows: int, *leaves: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.autocast(hidden.device.type, enabled=False):
-            wants = [call.differentiate and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-            gradients, kd, ce = _chunks(hidden, weight, bias, call, chunk_rows, wants)
-        ctx.gradients = gradients
+        with torch.autocast(call.row_weight.device.type, enabled=False):
+            kd, ce = _all_rows(student, call, chunk_rows)
+            ctx.gradients = student.gradients()
         ctx.mark_non_differentiable(kd, ce)
-        loss = (call.row_weight * (call.kd_weight * kd + call.ce_weight * ce)).sum()
-        return loss, kd, ce
+        return (call.row_weight * (call.kd_weight * kd + call.ce_weight * ce)).sum(), kd, ce
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -131,129 +239,48 @@ class _FusedLinearKD(torch.autograd.Function):
         gradients = ctx.gradients
         if gradients is None:
             raise RuntimeError("the loss went backward a second time: the first time needs retain_graph=True")
-        if torch._C._autograd._get_current_graph_task_keep_graph():
-            return (*(None if g is None else g * grad_loss.to(g.dtype) for g in gradients), None, None)
-        ctx.gradients = None  # nobody needs them again: a head's is large, so it is handed out and scaled where it is
-        if not (grad_loss.device.type == "cpu" and grad_loss == 1.0):
-            gradients = tuple(None if g is None else g.mul_(grad_loss.to(g.dtype)) for g in gradients)
-        return (*gradients, None, None)
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not kept:
+            ctx.gradients = (
+                None  # nobody needs them again: a head's is large, so it is handed out and scaled where it is
+            )
+        scale = torch.mul if kept else Tensor.mul_
+        return (None, None, None, *(None if g is None else scale(g, grad_loss.to(g.dtype)) for g in gradients))
 
 
-def _chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call, chunk_rows: int | None, wants: Sequence[bool]
-) -> tuple[tuple[Tensor | None, ...], Tensor, Tensor]:
-    """Gradients of hidden, weight and bias (None where not wanted), and the per-row values."""
-    compute = torch.promote_types(hidden.dtype, torch.float32)
-    rows, vocabulary = hidden.shape[0], weight.shape[0]
-    n = min(rows, chunk_rows or max(16, CHUNK_BYTES // (compute.itemsize * call.columns.widest)))
+def _all_rows(student: Student, call: Call, chunk_rows: int) -> tuple[Tensor, Tensor]:
+    """The rows' divergence and cross-entropy, with the gradients left with the student."""
+    dtype, device, shard, rows = call.buffers.dtype, call.buffers.device, call.shard, student.rows
+    n = max(1, min(rows, chunk_rows))
     # A dense target needs five such buffers at once, the others two at most: as much cache is good for more rows.
-    dense = any(isinstance(target, Dense) for _, target in call.targets)
-    b = max(1, min(n, (1 if dense else 4) * BLOCK_BYTES // (compute.itemsize * vocabulary)))
-    if call.columns.group is not None or hidden.device.type != "cpu":
+    several = 1 if any(isinstance(comparison, DenseRows) for _, comparison in call.comparisons) else 4
+    b = max(1, min(n, several * BLOCK_BYTES // (dtype.itemsize * max(1, shard.size))))
+    if shard.group is not None or device.type != "cpu":
         b = n  # collectives and kernel launches are few when blocks are large
-    grad_hidden = torch.empty_like(hidden) if wants[0] else None
-    # The first chunk's product can be the first value, without zeros before it.
-    unfilled = torch.empty_like if rows and hidden.dtype == compute else torch.zeros_like
-    grad_weight = unfilled(weight, dtype=compute) if wants[1] else None
-    grad_bias = torch.zeros(vocabulary, dtype=compute, device=hidden.device) if wants[2] else None
-    kd = torch.zeros(rows, dtype=compute, device=hidden.device)
-    ce = torch.zeros_like(kd)
-    weight_h = weight.to(hidden.dtype)
-    head = Head(weight_h, bias, None, call.logit_scale)
-    opened = [target for _, target in call.targets if isinstance(target, OpenedChunks)]
-    chunks = list(_cut(rows, n, opened))
-    n = max((chunk.stop - chunk.start for chunk in chunks), default=n)
-    student = _room(0, n, vocabulary, compute, hidden.device)
-    teachers = [
-        _room_for(target, place, n, compute, call.columns, hidden.device)
-        for place, (_, target) in enumerate(call.targets, 1)
-    ]
-    scratch = Scratch(b, vocabulary, compute, hidden.device)
-
+    kd, ce = torch.zeros(2, rows, dtype=dtype, device=device)
+    chunks = list(_cut(rows, n, np.concatenate([Comparison.joined, *(c.joined for _, c in call.comparisons)])))
+    largest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
+    room = call.room("student", largest, shard.size)
     for chunk in chunks:
-        start, count = chunk.start, chunk.stop - chunk.start
-        logits = head.logits(hidden[chunk], student[:count])  # its cap comes later, with its slope
-        ready = [
-            target_logits(target, chunk, buffer[:count], call.temperature, call.columns)
-            if isinstance(target, Dense) and buffer is not None
-            else None
-            for (_, target), buffer in zip(call.targets, teachers, strict=True)
-        ]
-        for target in opened:
-            target.begin(logits, chunk, call, b)
+        count = chunk.stop - chunk.start
+        logits = student.logits(chunk, room[:count])
+        for _, comparison in call.comparisons:
+            comparison.begin(logits, chunk, call)
         for first in range(0, count, b):
             block = slice(first, min(first + b, count))
-            at = slice(start + block.start, start + block.stop)
-            kd[at], ce[at] = loss_of_rows(
-                logits[block], [None if t is None else t[block] for t in ready], at, call, scratch, any(wants)
-            )
-        if not any(wants):
-            continue
-        grad = logits.to(hidden.dtype)
-        if grad_hidden is not None:
-            torch.mm(grad, weight_h, out=grad_hidden[chunk])
-        if grad_weight is not None and hidden.dtype == compute:
-            torch.addmm(grad_weight, grad.t(), hidden[chunk], beta=1.0 if start else 0.0, out=grad_weight)
-        elif grad_weight is not None:
-            grad_weight += grad.t() @ hidden[chunk]
-        if grad_bias is not None:
-            grad_bias += logits.sum(0)
-    if grad_hidden is not None and call.columns.group is not None:
-        dist.all_reduce(grad_hidden, group=call.columns.group)
-    gradients = (
-        grad_hidden,
-        None if grad_weight is None else grad_weight.to(weight.dtype),
-        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-    )
-    return gradients, kd, ce
+            at = slice(chunk.start + block.start, chunk.start + block.stop)
+            kd[at], ce[at] = loss_of_rows(logits[block], at, call)
+        if student.wants:
+            student.back(chunk, logits)
+    return kd, ce
 
 
-def _cut(rows: int, n: int, opened: Sequence[Opened]) -> Iterator[slice]:
-    """Chunks of about n rows that end where every opened target allows it."""
+def _cut(rows: int, n: int, joined: Ints) -> Iterator[slice]:
+    """Chunks of at most n rows; of more where that many are joined, each to the row before it."""
+    ends = np.setdiff1d(np.arange(rows + 1), joined)
     start = 0
     while start < rows:
-        stop = size = min(n, rows - start) + start
-        while stop < rows:
-            earliest = min([stop, *(target.breaks(stop) for target in opened)])
-            if earliest == stop:
-                break
-            stop = earliest
-            if stop <= start:  # one run of rows is longer than a chunk: let it be as long as that
-                stop = size = size + 1
+        at = int(np.searchsorted(ends, start + n, side="right")) - 1
+        stop = int(ends[at] if ends[at] > start else ends[at + 1])
         yield slice(start, stop)
         start = stop
-
-
-def _room_for(
-    target: Target | Opened, place: int, rows: int, compute: torch.dtype, columns: VocabShard, device: torch.device
-) -> Tensor | None:
-    """Room for a chunk of a dense teacher's logits; the divergence works in it, so ready logits are copied there too."""
-    if not isinstance(target, Dense):
-        return None
-    # A prefix-marginal one is whole on every rank, but its logits are made for this rank's ids.
-    width = columns.beyond(target.width) if isinstance(target, PrefixMarginalTarget) else target.width
-    return _room(place, rows, width, compute, device)
-
-
-class _Kept(threading.local):
-    """Room for the logits of a chunk, kept from call to call: a system fills fresh pages with zeros, which on a CPU can take
-    7 % of a call's time. The allocators of other devices keep what was freed by themselves."""
-
-    def __init__(self) -> None:
-        self.flat: dict[tuple[int, torch.dtype], Tensor] = {}
-
-
-_KEPT = _Kept()
-
-
-def _room(place: int, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    size = rows * width
-    if device.type != "cpu" or size * dtype.itemsize > CHUNK_BYTES:
-        return torch.empty(rows, width, dtype=dtype, device=device)
-    flat = _KEPT.flat.pop((place, dtype), None)
-    if flat is None or flat.numel() < size:
-        del flat
-        with torch.inference_mode(False):  # or it could not be written to outside of that mode
-            flat = torch.empty(size, dtype=dtype)
-    _KEPT.flat[place, dtype] = flat
-    return flat[:size].view(rows, width)

@@ -1,25 +1,23 @@
 """The divergences on ready logits, as a module for other people's training loops.
 
 It replaces NeMo Automodel's class of the same name one for one. Unlike the rest of potstill's losses it sees labels and
-masks, since those loops have nothing else; rows are made of them here, and the engine (losses/rows.py) does the rest.
+masks, since those loops have nothing else; rows are made of them here, and the engine (losses/fused.py) does the rest.
 N rows ([B, S] or any other leading shape, flat), V vocabulary (this rank's part of it), n rows of a block.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from potstill.losses.checks import check_settings
-from potstill.losses.divergences import LossParams, temperature_scale
-from potstill.losses.fused import BLOCK_BYTES, CHUNK_BYTES
-from potstill.losses.rows import Call, Scratch, loss_of_rows
-from potstill.losses.vocab_parallel import VocabShard, shared_columns
+from potstill.losses.divergences import LossParams
+from potstill.losses.fused import BLOCK_BYTES, fused_loss
+from potstill.losses.rows import CHUNK_BYTES, Buffers, Call, DenseRows
+from potstill.losses.vocab_parallel import VocabShard, shard_targets
 from potstill.types import LogitsTarget
 
 ROWS_OF_A_GROUP = 256  # at a time, where ranks share the vocabulary
@@ -59,10 +57,10 @@ class KDLoss(nn.Module):
         self.alpha = alpha
         self._check()
 
-    def _check(self) -> None:
-        check_settings(self.divergence, self.temperature, self.beta, self.alpha)
+    def _check(self) -> LossParams:
         if self.chunk_size < 0:
             raise ValueError(f"chunk_size must be 0 (chosen by memory) or above, not {self.chunk_size}")
+        return LossParams(self.divergence, self.temperature, self.beta, self.alpha)
 
     def extra_repr(self) -> str:
         return f"divergence={self.divergence}, temperature={self.temperature}, ignore_index={self.ignore_index}"
@@ -80,10 +78,8 @@ class KDLoss(nn.Module):
         mean over this call's. The teacher gets no gradient. Logits may be DTensors sharded over the vocabulary; the loss is
         then the same on every rank, and each rank's gradient is that of its own slice.
         """
-        self._check()  # attributes may have been set since
-        student, teacher, labels, columns = _on_this_rank(
-            student_logits, teacher_logits.detach(), labels, self.tp_group
-        )
+        params = self._check()  # attributes may have been set since
+        student, teacher, labels, shard = _on_this_rank(student_logits, teacher_logits.detach(), labels, self.tp_group)
         if isinstance(num_batch_labels, (int, float)) and num_batch_labels < 0:
             raise ValueError(f"num_batch_labels must not be negative, and is {num_batch_labels}")
         supervised = labels.reshape(-1) != self.ignore_index
@@ -95,37 +91,25 @@ class KDLoss(nn.Module):
         compute = torch.promote_types(torch.promote_types(student.dtype, teacher.dtype), torch.float32)
         # Not a product: with no supervised position the divisor may be 0.
         row_weight = torch.where(supervised, torch.ones_like(supervised, dtype=compute) / divisor, 0.0)
-        rows: Tensor | None = None
+        rows, masked = torch.arange(len(supervised), device=student.device), None
         if _reading_is_free(supervised):
-            rows = supervised.nonzero().squeeze(-1)
-            row_weight = row_weight[rows]
-        settings = _Settings(
-            rows=rows,
+            rows, row_weight = rows[supervised], row_weight[supervised]
+        else:
+            masked = ~supervised
+        rounded = 1.0 if self.fp32_upcast else self.temperature
+        own, other = (_ReadyLogits(logits, rows, masked, rounded) for logits in (student, teacher))
+        call = Call(
+            comparisons=((1.0, DenseRows(other.logits, teacher.shape[-1])),),
+            params=params,
             row_weight=row_weight,
-            divergence=self.divergence,
-            knobs=LossParams(beta=self.beta, alpha=self.alpha),
-            temperature=self.temperature,
-            upcast=self.fp32_upcast,
-            columns=columns,
-            chunk_size=self.chunk_size,
-            compute=compute,
-            differentiate=torch.is_grad_enabled() and student.requires_grad,
+            shard=shard,
+            buffers=Buffers(compute, student.device),
+            same_ids=True,
         )
-        return _LogitsKD.apply(student, teacher, settings)
-
-
-@dataclass(frozen=True)
-class _Settings:
-    rows: Tensor | None  # which of the N rows are supervised; None: all are gone through, some with weight 0
-    row_weight: Tensor  # of each of them
-    divergence: str
-    knobs: LossParams
-    temperature: float
-    upcast: bool
-    columns: VocabShard
-    chunk_size: int
-    compute: torch.dtype
-    differentiate: bool
+        # There is no product that needs many rows: on a CPU a chunk stays in its cache. With a group all ranks cut alike.
+        budget = BLOCK_BYTES if student.device.type == "cpu" else CHUNK_BYTES
+        fitting = max(1, budget // (compute.itemsize * max(1, shard.size))) if shard.group is None else ROWS_OF_A_GROUP
+        return fused_loss(own, call, min(fitting, self.chunk_size) if self.chunk_size else fitting)[0]
 
 
 def _reading_is_free(mask: Tensor) -> bool:
@@ -134,86 +118,29 @@ def _reading_is_free(mask: Tensor) -> bool:
     return mask.device.type == "cpu"
 
 
-class _LogitsKD(torch.autograd.Function):
-    """The gradient is made in the forward pass, so that neither side's logits need be kept for the backward pass."""
+class _ReadyLogits:
+    """Some positions of logits [..., V]. By index, since flattening a shifted view would copy all of it."""
 
-    @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, settings: _Settings) -> Tensor:
-        with torch.autocast(student.device.type, enabled=False):
-            loss, ctx.gradient = _loss_and_gradient(student, teacher, settings)
-        return loss
+    def __init__(self, logits: Tensor, rows: Tensor, masked: Tensor | None, rounded: float) -> None:
+        self.leaves, self.rows, self.wants = (logits,), len(rows), torch.is_grad_enabled() and logits.requires_grad
+        self._logits, self._rows, self._masked, self._rounded = logits, rows, masked, rounded
+        self._grad = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device) if self.wants else None
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, None, None]:
-        gradient = ctx.gradient
-        if gradient is None:
-            raise RuntimeError("KDLoss went backward a second time: the first time needs retain_graph=True")
-        if torch._C._autograd._get_current_graph_task_keep_graph():
-            return gradient * grad_loss.to(gradient.dtype), None, None
-        ctx.gradient = None  # nobody needs it again, so it can be scaled where it is: it is as large as the logits
-        return gradient.mul_(grad_loss.to(gradient.dtype)), None, None
+    def logits(self, chunk: slice, out: Tensor) -> Tensor:
+        chosen = self._logits[torch.unravel_index(self._rows[chunk], self._logits.shape[:-1])]
+        if self._rounded != 1.0:  # as they are when the temperature divides them in their own type
+            out.copy_(chosen.div_(self._rounded)).mul_(self._rounded)
+        else:
+            out.copy_(chosen)
+        return out if self._masked is None else out.masked_fill_(self._masked[chunk, None], 0.0)
 
+    def back(self, chunk: slice, grad: Tensor) -> None:
+        assert self._grad is not None
+        flat = self._grad.view(math.prod(self._grad.shape[:-1]), self._grad.shape[-1])
+        flat.index_copy_(0, self._rows[chunk], grad.to(flat.dtype))
 
-def _loss_and_gradient(student: Tensor, teacher: Tensor, settings: _Settings) -> tuple[Tensor, Tensor | None]:
-    device, compute, weights = student.device, settings.compute, settings.row_weight
-    scale = temperature_scale(settings.divergence, settings.temperature)
-    call = Call(
-        targets=((1.0, LogitsTarget(teacher)),),
-        labels=None,
-        row_weight=weights,
-        divergence=settings.divergence,
-        knobs=settings.knobs,
-        temperature=1.0,  # logits arrive divided
-        kd_weight=scale / settings.temperature,
-        ce_weight=0.0,
-        softcap=None,
-        logit_scale=1.0,
-        entropy_gate=None,
-        columns=settings.columns,
-        same_ids=True,
-        differentiate=settings.differentiate,
-    )
-    count, width = weights.shape[0], student.shape[-1]
-    n = max(1, min(count, _rows_at_a_time(settings, device)))
-    q_buffer, p_buffer = (torch.empty(n, width, dtype=compute, device=device) for _ in range(2))
-    scratch = Scratch(n, width, compute, device)
-    gradient = torch.zeros(student.shape, dtype=student.dtype, device=device) if settings.differentiate else None
-    by_row = None if gradient is None else gradient.view(math.prod(student.shape[:-1]), width)
-    values = torch.zeros(count, dtype=compute, device=device)
-    for start in range(0, count, n):
-        block = slice(start, min(start + n, count))
-        rows = torch.arange(block.start, block.stop, device=device) if settings.rows is None else settings.rows[block]
-        q, p = q_buffer[: len(rows)], p_buffer[: len(rows)]
-        for buffer, logits in ((q, student), (p, teacher)):
-            _read(buffer, logits, rows, settings)
-            if settings.rows is None:
-                buffer.masked_fill_((weights[block] == 0)[:, None], 0.0)
-        values[block] = loss_of_rows(q, [p], block, call, scratch, settings.differentiate)[0]
-        if by_row is not None:
-            by_row.index_copy_(0, rows, q.to(student.dtype))
-    return (weights * values).sum() * scale, gradient
-
-
-def _rows_at_a_time(settings: _Settings, device: torch.device) -> int:
-    """Blocks that stay in cache on a CPU, and large ones where launches are to be few, as in fused.py. With a group, a number
-    that does not depend on this rank's width: ranks must cut alike."""
-    if settings.columns.group is not None:
-        return settings.chunk_size or ROWS_OF_A_GROUP
-    fitting = BLOCK_BYTES if device.type == "cpu" else CHUNK_BYTES
-    fitting = max(1, fitting // (settings.compute.itemsize * settings.columns.size))
-    return min(fitting, settings.chunk_size) if settings.chunk_size else fitting
-
-
-def _read(out: Tensor, logits: Tensor, rows: Tensor, settings: _Settings) -> None:
-    """Flat rows of `logits` over the temperature. By index, since flattening a shifted view would copy all of it."""
-    chosen = logits[torch.unravel_index(rows, logits.shape[:-1])]
-    if settings.temperature == 1.0:
-        out.copy_(chosen)
-    elif settings.upcast:
-        torch.div(out.copy_(chosen), settings.temperature, out=out)
-    else:
-        out.copy_(chosen.div_(settings.temperature))
+    def gradients(self) -> tuple[Tensor | None]:
+        return (self._grad,)
 
 
 def _check_positions(student: Tensor, teacher: Tensor, labels: Tensor) -> None:
@@ -261,11 +188,11 @@ def _of_slices(
             _refuse_widths(teacher.shape[-1], student.shape[-1])
         return student, teacher, labels, VocabShard(student.shape[-1], student.shape[-1])
     whole = ((1.0, LogitsTarget(teacher)),)
-    columns, ((_, target),), same_ids = shared_columns(student.shape[-1], whole, group, student.device)
+    shard, ((_, target),), same_ids = shard_targets(student.shape[-1], whole, group, student.device)
     assert isinstance(target, LogitsTarget)
     if not same_ids:
         _refuse_widths(teacher.shape[-1], student.shape[-1])
-    return student, target.logits, labels, columns
+    return student, target.logits, labels, shard
 
 
 def _of_dtensors(

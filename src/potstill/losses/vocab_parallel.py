@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from potstill.losses.checks import check_slices
-from potstill.types import Dense, PrefixMarginalTarget, Target
+from potstill.types import Dense, PrefixMarginalTarget, Target, refuse_wide
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class VocabShard:
     def first(self) -> bool:
         return self.start == 0
 
-    def beyond(self, width: int | None) -> int:
-        """The first column of this slice that a target over the first `width` ids does not have."""
+    def held(self, width: int | None) -> int:
+        """How many of this slice's ids a target over the first `width` ids has."""
         return self.size if width is None else min(max(width - self.start, 0), self.size)
 
     def largest(self, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -68,6 +67,11 @@ class VocabShard:
         inside = (columns >= 0) & (columns < self.size)
         return columns.clamp(0, self.size - 1), inside
 
+    def scatter_add(self, matrix: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+        """Add values at global ids, in place; those of other ranks are left to them."""
+        columns, inside = self.local(ids)
+        return matrix.scatter_add_(-1, columns, values if inside is None else values * inside)
+
     def gather(self, logits: Tensor, ids: Tensor, elsewhere: float) -> Tensor:
         """Logits at global ids; `elsewhere` for those of other ranks."""
         columns, inside = self.local(ids)
@@ -75,12 +79,12 @@ class VocabShard:
         return values if inside is None else values.masked_fill(~inside, elsewhere)
 
 
-def shared_columns(
+def shard_targets(
     size: int, targets: Sequence[tuple[float | Tensor, Target]], group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[VocabShard, tuple[tuple[float | Tensor, Target], ...], bool]:
-    """This rank's columns, the targets cut to them, and whether every dense target is over all of the student's ids.
+    """This rank's ids, the targets cut to them, and whether every dense target is over all of the student's ids.
 
-    A dense target that is whole on every rank (wider than any slice of the head) is narrowed to this rank's columns. The host
+    A dense target that is whole on every rank (wider than any slice of the head) is narrowed to this rank's ids. The host
     waits here, once a call, for every rank's sizes: ranks must cut chunks alike, share a softmax alike and refuse alike, or
     they would wait for each other for ever.
     """
@@ -93,18 +97,31 @@ def shared_columns(
     dist.all_reduce(everyone, group=group)
     sizes, *widths_of = everyone.tolist()
     starts = [0, *accumulate(sizes)]
-    columns = VocabShard(size, max(sizes), starts[rank], group)
+    shard = VocabShard(size, max(sizes), starts[rank], group)
     cut, same_ids = [], True
     for share, target in targets:
         if isinstance(target, Dense):
             held = widths_of.pop(0)
-            if isinstance(target, PrefixMarginalTarget) or min(held) > columns.widest:
+            if isinstance(target, PrefixMarginalTarget) or min(held) > shard.widest:
                 whole = held[rank]
                 held = [min(max(whole - at, 0), n) for at, n in zip(starts, sizes, strict=False)]
                 check_slices(sizes, held, whole)
-                target = target.narrow(columns.start, held[rank])
+                target = target.narrow(shard.start, held[rank])
             else:
                 check_slices(sizes, held)
             same_ids = same_ids and held == sizes
         cut.append((share, target))
-    return columns, tuple(cut), same_ids
+    return shard, tuple(cut), same_ids
+
+
+def check_slices(sizes: Sequence[int], widths: Sequence[int], whole: int | None = None) -> None:
+    """Every rank's number of the student's ids and of a dense teacher's: both cut at the same ids, the teacher's perhaps
+    ending earlier. `whole`: how many ids the teacher has, where each rank has all of it."""
+    if whole is not None and whole > sum(sizes):
+        refuse_wide(whole, sum(sizes))
+    for rank, (size, width) in enumerate(zip(sizes, widths, strict=True)):
+        if width > size or (width < size and any(widths[rank + 1 :])):
+            cuts = f"the teacher's vocabulary is cut into {list(widths)} and the student's into {list(sizes)}"
+            raise ValueError(
+                f"{cuts}: rank {rank} has other ids of the two. Cut both alike, or give each rank the whole teacher"
+            )

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from potstill.losses import DIVERGENCES, DenseTarget, SampledTarget, TopKTarget, fused_linear_kd
-from potstill.losses.checks import check_slices
 from potstill.losses.divergences import LOG_FLOOR
+from potstill.losses.vocab_parallel import check_slices
 from potstill.types import LogitsTarget
 
 INF = float("inf")
