@@ -272,6 +272,7 @@ def _all_rows(student: Student, call: Call, chunk_rows: int) -> tuple[Tensor, Te
             kd[at], ce[at] = loss_of_rows(logits[block], at, call)
         if student.wants:
             student.back(chunk, logits)
+    call.buffers.free()
     return kd, ce
 
 

@@ -40,6 +40,9 @@ class Buffers:
         self._flat[name] = flat
         return flat[:size].view(rows, width)
 
+    def free(self) -> None:
+        self._flat.clear()
+
 
 class _Kept(threading.local):
     def __init__(self) -> None:
@@ -68,7 +71,7 @@ class Call:
 
     def room(self, name: str, rows: int, width: int) -> Tensor:
         """For the logits of a chunk. On a CPU it is kept for the next call: a system fills fresh pages with zeros, which takes
-        8 to 14 % of a call (dense, 49,152 ids). The allocators of other devices keep what was freed by themselves."""
+        7 % of a call (dense, 1,024 rows, 49,152 ids). The allocators of other devices keep what was freed by themselves."""
         own = self.buffers
         if own.device.type != "cpu" or rows * width * own.dtype.itemsize > CHUNK_BYTES:
             return own(name, rows, width)
@@ -96,38 +99,16 @@ class Comparison:
 def loss_of_rows(z: Tensor, rows: slice, call: Call) -> tuple[Tensor, Tensor]:
     """Divergence and cross-entropy of rows with raw logits `z` [b, V], which become the gradient of the weighted loss with
     respect to the head's product."""
-    b, v = z.shape
-    buffers, shard, params = call.buffers, call.shard, call.params
     row_weight = call.row_weight[rows].to(z.dtype)
-    slope = _capped(z, call.softcap, buffers) if call.softcap is not None else None
-    kd, ce = z.new_zeros(b), z.new_zeros(b)
-    q, block = None, None
-    if call.labels is not None:
-        ids = call.labels[rows, None]
-        only = call.comparisons[0][1] if len(call.comparisons) == 1 else None
-        if isinstance(only, DenseRows) and params.temperature == 1.0 and call.same_ids:
-            block = only.block(z, rows, call)  # one softmax does for both
-            assert block.normalizers is not None
-            (label,) = shard.total(shard.gather(z, ids, 0.0).squeeze(-1))
-            ce, q = block.normalizers[1].log() - label, block.q
-        else:
-            ce, q = _cross_entropy(z, ids, shard, buffers("ce", b, v))
-    # With several targets each needs the logits anew, so their gradients are summed up elsewhere.
-    grad = z if len(call.comparisons) == 1 else buffers("sum", b, v).zero_()
-    for share, comparison in call.comparisons:
-        work = z if grad is z else buffers("work", b, v).copy_(z)
-        if params.temperature != 1.0:
-            work.div_(params.temperature)
-        value, factor = comparison.loss(work, rows, call) if block is None else _compared_dense(block, params)
-        scale, share = comparison.scale(params), _of_rows(share, rows, z.dtype)
-        kd += share * value * scale
-        weight = (row_weight * (share * (factor * scale / params.temperature * call.kd_weight)))[:, None]
-        grad.mul_(weight) if grad is z else grad.addcmul_(work, weight)
+    slope = _capped(z, call.softcap, call.buffers) if call.softcap is not None else None
+    ce, q, block = _cross_entropy(z, rows, call)
+    kd, grad = _divergences(z, rows, call, row_weight, block)
     if not call.differentiate:
         return kd, ce
     if q is not None and (isinstance(call.ce_weight, Tensor) or call.ce_weight):
+        assert call.labels is not None
         weight = (row_weight * _of_rows(call.ce_weight, rows, z.dtype))[:, None]
-        shard.scatter_add(grad.addcmul_(q, weight), ids, -weight)
+        call.shard.scatter_add(grad.addcmul_(q, weight), call.labels[rows, None], -weight)
     if slope is not None:
         grad.mul_(slope)
     if call.logit_scale != 1.0:
@@ -135,6 +116,44 @@ def loss_of_rows(z: Tensor, rows: slice, call: Call) -> tuple[Tensor, Tensor]:
     if grad is not z:
         z.copy_(grad)
     return kd, ce
+
+
+def _cross_entropy(z: Tensor, rows: slice, call: Call) -> tuple[Tensor, Tensor | None, Block | None]:
+    """−log softmax(z)[label], floored as log-probabilities are, and the softmax. With a single dense teacher over the same ids,
+    at T = 1, one softmax does for the divergence too: then `z` is used up, and the block is what the divergence goes on with."""
+    shard = call.shard
+    if call.labels is None:
+        return z.new_zeros(len(z)), None, None
+    ids, only = call.labels[rows, None], call.comparisons[0][1] if len(call.comparisons) == 1 else None
+    if isinstance(only, DenseRows) and call.params.temperature == 1.0 and call.same_ids:
+        block = only.block(z, rows, call)
+        assert block.normalizers is not None
+        (label,) = shard.total(shard.gather(z, ids, 0.0).squeeze(-1))
+        return block.normalizers[1].log() - label, block.q, block
+    (largest,) = shard.largest(_largest(z))
+    q = call.buffers("ce", *z.shape)
+    _exp(torch.sub(z, largest[:, None], out=q), q)
+    mass, label = shard.total(q.sum(-1), shard.gather(z, ids, 0.0).squeeze(-1))
+    mass = _mass(mass)
+    q.mul_(mass.reciprocal()[:, None])
+    return (mass.log() - (label - largest)).clamp_(max=-LOG_FLOOR), q, None
+
+
+def _divergences(z: Tensor, rows: slice, call: Call, row_weight: Tensor, block: Block | None) -> tuple[Tensor, Tensor]:
+    """The weighted sum over the targets [b] and its gradient, in place of `z` where there is one target."""
+    t, kd = call.params.temperature, z.new_zeros(len(z))
+    # With several targets each needs the logits anew, so their gradients are summed up elsewhere.
+    grad = z if len(call.comparisons) == 1 else call.buffers("sum", *z.shape).zero_()
+    for share, comparison in call.comparisons:
+        work = z if grad is z else call.buffers("work", *z.shape).copy_(z)
+        if t != 1.0:
+            work.div_(t)
+        value, factor = comparison.loss(work, rows, call) if block is None else _compared_dense(block, call.params)
+        scale, share = comparison.scale(call.params), _of_rows(share, rows, z.dtype)
+        kd += share * value * scale
+        weight = (row_weight * (share * (factor * scale / t * call.kd_weight)))[:, None]
+        grad.mul_(weight) if grad is z else grad.addcmul_(work, weight)
+    return kd, grad
 
 
 def _of_rows(weight: float | Tensor, rows: slice, dtype: torch.dtype) -> float | Tensor:
@@ -175,16 +194,6 @@ def softmax(shard: VocabShard, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, .
         z.clamp_(min=(mass.log() + LOG_FLOOR)[:, None])
     pairs[0][1].mul_(normalizers[0].reciprocal()[:, None])
     return normalizers
-
-
-def _cross_entropy(z: Tensor, ids: Tensor, shard: VocabShard, out: Tensor) -> tuple[Tensor, Tensor]:
-    """−log softmax(z)[id], floored as log-probabilities are, and the softmax in `out`."""
-    (largest,) = shard.largest(_largest(z))
-    _exp(torch.sub(z, largest[:, None], out=out), out)
-    mass, label = shard.total(out.sum(-1), shard.gather(z, ids, 0.0).squeeze(-1))
-    mass = _mass(mass)
-    out.mul_(mass.reciprocal()[:, None])
-    return (mass.log() - (label - largest)).clamp_(max=-LOG_FLOOR), out
 
 
 class DenseRows(Comparison):
