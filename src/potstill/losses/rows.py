@@ -120,7 +120,7 @@ def loss_of_rows(z: Tensor, rows: slice, call: Call) -> tuple[Tensor, Tensor]:
 
 def _cross_entropy(z: Tensor, rows: slice, call: Call) -> tuple[Tensor, Tensor | None, Block | None]:
     """−log softmax(z)[label], floored as log-probabilities are, and the softmax. With a single dense teacher over the same ids,
-    at T = 1, one softmax does for the divergence too: then `z` is used up, and the block is what the divergence goes on with."""
+    at T = 1, one softmax does for the divergence too: then `z` is used up, and the divergence goes on with the block."""
     shard = call.shard
     if call.labels is None:
         return z.new_zeros(len(z)), None, None
