@@ -289,7 +289,7 @@ class MeanTarget(Target):
 @dataclass(frozen=True)
 class PrefixTable:
     """Which of the student's tokens comes first in what is left of a teacher's token once some of its bytes are written
-    (`text.lexicon` makes it). A *node* is what has been written of a teacher's next token; node 0 is nothing, without entries.
+    (`text.prefix_table` makes it). A *node* is what has been written of a teacher's next token; node 0 is nothing.
     E entries: teacher ids that begin as a node says and go on. −1 stands for no token, as of a special the student lacks."""
 
     students: int  # ids of the student

@@ -16,7 +16,16 @@ import torch
 
 from potstill.config import CrossTokenizerConfig
 from potstill.teachers.protocols import NONE, Ints, flat_places
-from potstill.text import Alignment, PrefixTable, TokenTable, VocabMap, align_batch, align_spans, lexicon, vocab_map
+from potstill.text import (
+    Alignment,
+    PrefixTable,
+    TokenTable,
+    VocabMap,
+    align_batch,
+    align_spans,
+    prefix_table,
+    vocab_map,
+)
 from potstill.types import Batch, Example, PotstillError, Relation
 
 LEAST_BYTES, LEAST_SHARE = 64, 0.05  # of a document of so many bytes, the share that must be the same on both sides
@@ -42,7 +51,7 @@ class TokenizerPair:
 
     @cached_property
     def prefix_table(self) -> PrefixTable:
-        return lexicon(self.teacher, self.student, vocab_map(self.teacher, self.student))
+        return prefix_table(self.teacher, self.student, vocab_map(self.teacher, self.student))
 
     def relation(self, device: torch.device) -> Relation:
         if device not in self._relations:

@@ -1,7 +1,7 @@
 """Text and tokens: what a vocabulary stands for in bytes, how two of them line up, and how a chat becomes text."""
 
 from potstill.text.align import Alignment, align, align_batch, align_spans
-from potstill.text.prefix import lexicon
+from potstill.text.prefix import prefix_table
 from potstill.text.tokens import TokenTable
 from potstill.text.vocab import VocabMap, vocab_map
 from potstill.types import PrefixTable
@@ -14,6 +14,6 @@ __all__ = [
     "align",
     "align_batch",
     "align_spans",
-    "lexicon",
+    "prefix_table",
     "vocab_map",
 ]

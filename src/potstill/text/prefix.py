@@ -1,4 +1,4 @@
-"""A teacher's tokens spelled in a student's: which of the student's tokens comes first in what is left of a teacher's token
+"""A teacher's tokens in a student's: which of the student's tokens comes first in what is left of a teacher's token
 once some of its bytes are written."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from potstill.types import PrefixTable
 NOWHERE = -1
 
 
-def lexicon(teacher: TokenTable, student: TokenTable, found: VocabMap) -> PrefixTable:
+def prefix_table(teacher: TokenTable, student: TokenTable, found: VocabMap) -> PrefixTable:
     """`found`: the map from the teacher's ids to the student's. The student's first token of some bytes is the longest that
     they begin with."""
     sizes = np.diff(found.indptr)
