@@ -20,6 +20,7 @@ from potstill.cache import codec
 from potstill.cache.codec import ENTROPY, TOKEN_LOGPROB, Array, Bytes, Code, Packed, Raw, Steps
 from potstill.cache.signal import draws, in_blocks, largest, largest_left, log_mass
 from potstill.config import StoreConfig
+from potstill.config.registry import CACHE_KINDS, load
 from potstill.types import HiddenTarget, PotstillError, SampledTarget, Target, TokenLogprobsTarget, TopKTarget
 
 Signal = Mapping[str, Array]  # arrays of R rows each; their names are those of a kind's `layout`
@@ -514,12 +515,7 @@ class Given(SignalKind):
         return np.exp(rows["logprobs"]).sum(-1) + np.exp(rows["tail"])
 
 
-KINDS: dict[str, type[SignalKind]] = {
-    "top_k": TopK,
-    "sampled": Sampled,
-    "hidden": Hidden,
-    "token_logprobs": TokenLogprobs,
-}
+KINDS: dict[str, type[SignalKind]] = {name: load(place) for name, place in CACHE_KINDS.items()}
 SERVED: dict[str, type[SignalKind]] = {**KINDS, "given": Given}
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from potstill.config.registry import CacheKind
 from potstill.config.sections import Positive, Section, ServerAddress, key
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -52,7 +53,7 @@ class StudentConfig(Section):
 class StoreConfig(Section):
     """What a cache keeps of a teacher; docs/cache.md says what each kind costs and gives."""
 
-    kind: Literal["top_k", "sampled", "hidden", "token_logprobs"] = key(
+    kind: CacheKind = key(
         "top_k",
         "top_k: the k likeliest tokens and the mass of the rest; sampled: draws; hidden: hidden states, exact; "
         "token_logprobs: only how likely the text's own tokens were",
@@ -129,7 +130,7 @@ class TeacherConfig(Section):
         "address of `potstill serve`, or of an OpenAI-compatible server that gives prompt log-probabilities (vLLM)",
     )
     source: str | None = key(
-        None, "a source of your own, by its name in `potstill.teachers.open.SOURCES` (docs/extending.md)"
+        None, "a source of your own, by its name in `TEACHER_SOURCES of config/registry.py` (docs/extending.md)"
     )
     options: dict[str, Any] = key({}, "with `source`: what it is opened with")
     remote: RemoteConfig = RemoteConfig()
@@ -199,5 +200,5 @@ class TeacherConfig(Section):
 
     @property
     def kind(self) -> str:
-        """What its signal comes from, as `potstill.teachers.open.SOURCES` names it."""
+        """What its signal comes from, as `TEACHER_SOURCES of config/registry.py` names it."""
         return self.source or ("cache" if self.cache is not None else "server" if self.server is not None else "model")

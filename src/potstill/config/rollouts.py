@@ -7,15 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from potstill.config.registry import EngineName
 from potstill.config.sections import Positive, Section, ServerAddress, key
 
 SMALLEST_SHARE = 1e-9  # what shares may miss one by, for rounding
-
-
-ENGINES = {  # what writes text: the module whose open_engine(EngineSetup) starts it
-    "transformers": "potstill.rollouts.transformers",
-    "vllm": "potstill.rollouts.vllm",
-}
 
 
 class SamplingConfig(Section):
@@ -33,10 +28,8 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     """What runs the writer's model."""
 
-    kind: str = key(
-        "transformers",
-        "transformers: in this process; vllm: in this process too, or behind `server`",
-        json_schema_extra={"enum": list(ENGINES)},
+    kind: EngineName = key(
+        "transformers", "transformers: in this process; vllm: in this process too, or behind `server`"
     )
     server: ServerAddress | None = key(
         None, "vllm: address of a running `vllm serve`, which takes new weights from `folder`"
@@ -49,8 +42,6 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> EngineConfig:
-        if self.kind not in ENGINES:
-            raise ValueError(f"there is no engine {self.kind}: choose one of {', '.join(ENGINES)}")
         for name in ("server", "folder", "options"):
             if getattr(self, name) and self.kind != "vllm":
                 raise ValueError(f"{name} goes with kind: vllm")

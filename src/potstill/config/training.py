@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from potstill.config.data import DataConfig
+from potstill.config.registry import DivergenceName
 from potstill.config.sections import Positive, Schedule, Scheduled, Section, Share, key
 
 
@@ -14,9 +15,7 @@ class LossConfig(Section):
     """What is minimised: kd_weight · divergence(teacher, student) + ce_weight · cross-entropy, summed over the supervised
     tokens and divided once per optimizer step by their number."""
 
-    divergence: Literal[
-        "forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd", "policy_gradient_kl"
-    ] = key(
+    divergence: DivergenceName = key(
         "forward_kl",
         "how far the student is from the teacher; docs/losses.md has the formulas. policy_gradient_kl: reverse KL by "
         "the tokens that the student drew (rollouts.on_policy_fraction: 1), for teachers that tell only how likely "

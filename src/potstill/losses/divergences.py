@@ -7,7 +7,7 @@ A block comes before its last passes, which not everyone needs: `b.normalised()`
 
 The gradient of any f(q) through a softmax is q·(r − Σ q·r) with r = ∂f/∂q. Row sums go through `block.total`, which also
 sums over the ranks that share the vocabulary: several sums of one call travel together.
-Golden values: tests/unit/losses/test_divergences.py. How to add one: docs/losses.md.
+Golden values: tests/unit/losses/test_divergences.py. How to add one: docs/extending.md.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from potstill.config import registry
+from potstill.config.registry import load
 
 # exp(LOG_FLOOR) is 0 in float32 and float64. Log-probabilities are floored here, so that a bucket empty on one side costs
 # a large but finite amount, and one empty on both sides costs 0.
@@ -138,14 +141,7 @@ def tvd(b: Block, params: LossParams) -> tuple[Tensor, float]:
     return 0.5 * value, 0.5
 
 
-DIVERGENCES: dict[str, Divergence] = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "skew_kl": skew_kl,
-    "skew_reverse_kl": skew_reverse_kl,
-    "tvd": tvd,
-}
+DIVERGENCES: dict[str, Divergence] = {name: load(place) for name, place in registry.DIVERGENCES.items()}
 
 
 def temperature_scale(divergence: str, temperature: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from potstill.config import RolloutsConfig
-from potstill.config.rollouts import ENGINES
+from potstill.config.registry import ROLLOUT_ENGINES, load
 from potstill.models import LanguageModel
 
 
@@ -68,6 +67,5 @@ class EngineSetup:
 
 
 def open_engine(kind: str, setup: EngineSetup) -> Engine:
-    """The engine of a module of `config.rollouts.ENGINES`."""
-    engine: Engine = importlib.import_module(ENGINES[kind]).open_engine(setup)
+    engine: Engine = load(ROLLOUT_ENGINES[kind])(setup)
     return engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from potstill.cache.reading import as_cached, chat_kwargs
 from potstill.cache.store import Cache, check_beside
 from potstill.config import DataConfig, LossConfig, TeacherConfig
 from potstill.config.compatibility import Combination, check
+from potstill.config.registry import TEACHER_SOURCES, load
 from potstill.config.sections import fixed_value
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel, difference, load_teacher, load_tokenizer, same_tokenizer, shared_ids
@@ -158,10 +159,6 @@ def _cached_tokenizer(folder: Path, where: str) -> Any:
     return load_tokenizer(str(tokenizer_of(folder)), where)
 
 
-# What a teacher's signal can come from, by the name that `TeacherConfig.kind` has for it. docs/extending.md adds one.
-SOURCES: dict[str, Callable[[Opening], Opened]] = {"model": open_model, "server": open_served, "cache": open_cached}
-
-
 def open_teachers(
     configs: Sequence[TeacherConfig], student: LanguageModel, data: DataConfig, loss: LossConfig, device: torch.device
 ) -> TeacherSet:
@@ -169,9 +166,9 @@ def open_teachers(
     notes: list[str] = []
     for index, config in enumerate(configs):
         where = f"teachers[{index}]"
-        if config.kind not in SOURCES:
-            raise PotstillError(f"{where}.source: there is no {config.kind}; there are {', '.join(SOURCES)}")
-        one = SOURCES[config.kind](Opening(config, student, data, loss, device, where))
+        if config.kind not in TEACHER_SOURCES:
+            raise PotstillError(f"{where}.source: there is no {config.kind}; there are {', '.join(TEACHER_SOURCES)}")
+        one: Opened = load(TEACHER_SOURCES[config.kind])(Opening(config, student, data, loss, device, where))
         opened.append(one)
         model = one.origin if isinstance(one.origin, LanguageModel) else None
         notes.extend([] if model is None else model.notes)

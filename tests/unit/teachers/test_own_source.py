@@ -12,9 +12,10 @@ from taught import data_of, write_files
 from tiny import LLAMA, batch_of, examples
 
 import potstill
+from potstill.config.registry import TEACHER_SOURCES
 from potstill.losses import DenseTarget
 from potstill.losses.dense import target_logits
-from potstill.teachers.open import SOURCES, Opened, Opening
+from potstill.teachers.open import Opened, Opening
 from potstill.teachers.protocols import Signal, SignalSource
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.teacher import Teacher
@@ -50,7 +51,7 @@ def recipe(folder: Path, **teacher):
 
 
 def test_a_recipe_trains_with_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(SOURCES, "sharp", open_sharp)
+    monkeypatch.setitem(TEACHER_SOURCES, "sharp", f"{__name__}:open_sharp")
     run = potstill.train(recipe(tmp_path, source="sharp", options={"odds": 1000.0}))
     steps = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == 2 and all(step["kd"] > 0 for step in steps)
