@@ -104,8 +104,8 @@ def compatibility_docs() -> str:
     examples = _examples()
     numbers = {rule: number for number, rule in enumerate(examples, 1)}
     parts = [OPENING]
-    for title, down, across in TABLES:
-        parts += [f"## {title}\n", _table(down, across, numbers)]
+    for title, down, right in TABLES:
+        parts += [f"## {title}\n", _table(down, right, numbers)]
     parts.append("## Reasons\n\nAs they are said of one of the combinations that they refuse.\n")
     parts += [f"{numbers[rule]}. {reason}" for rule, reason in examples.items()]
     return "\n".join(parts) + "\n"
@@ -122,10 +122,10 @@ def _examples() -> dict[Rule, str]:
     return {rule: found[rule] for rule in RULES}
 
 
-def _table(down: str, across: str, numbers: dict[Rule, int]) -> str:
-    lines = [f"| | {' | '.join(AXES[across])} |", "|---" * (len(AXES[across]) + 1) + "|"]
+def _table(down: str, right: str, numbers: dict[Rule, int]) -> str:
+    lines = [f"| | {' | '.join(AXES[right])} |", "|---" * (len(AXES[right]) + 1) + "|"]
     for name, row in AXES[down].items():
-        cells = [_cell(combined(*_setting(down, across), row, column), numbers) for column in AXES[across].values()]
+        cells = [_cell(combined(*_setting(down, right), row, column), numbers) for column in AXES[right].values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -4,6 +4,7 @@ r"""`${train.steps}` in a recipe: the value of another of its keys. Nothing else
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -65,7 +66,7 @@ class _Resolver:
                 return other  # a number stays a number
             if isinstance(other, dict | list):
                 raise PotstillError(f"{where}: ${{{name}}} is a section or a list, and cannot stand inside a text")
-            made.append(other if isinstance(other, str) else _spelled(other))
+            made.append(other if isinstance(other, str) else json.dumps(other))
         return "".join([*made, text[at:]])
 
     def _referred(self, name: str, where: str) -> Any:
@@ -89,10 +90,3 @@ class _Resolver:
         if self._left < 0:
             raise PotstillError(f"{where}: references bring in more than {MOST_CHARACTERS:,} characters")
         return value
-
-
-def _spelled(value: Any) -> str:
-    """As YAML has it."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
