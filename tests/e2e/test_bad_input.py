@@ -182,7 +182,8 @@ def test_a_teacher_with_another_tokenizer_of_the_same_size(command: Command, run
     assert "Texts are aligned by bytes, method prefix_marginal" in said.out
     chunked = [f"teachers.0.model={swapped}", "teachers.0.cross_tokenizer.method=span_likelihood", "loss.temperature=2"]
     said = command("train", runs.file("other"), *chunked)
-    assert_refused(said, "teachers[0]: the teacher has another tokenizer and loss.temperature is 2; the method chunk ")
+    reason = "a prompt of its own, and loss.temperature is 2; the method span_likelihood compares likelihoods of text"
+    assert_refused(said, f"teachers[0]: the teacher has another tokenizer, or {reason}")
 
 
 def _reshaped(weights: dict[str, Any]) -> None:
