@@ -129,12 +129,19 @@ class Encoder:
             ids, supervised = np.insert(ids, 0, self._start), np.insert(supervised, 0, False)
             spans = np.insert(spans, 0, 0, axis=0)
         supervised[: max(1, before)] = False
-        # A template's marks are not text. Where they stand in a text of its own they are as any other part of it.
-        marks = self._special[ids] if template or not self._evaluation else np.zeros_like(supervised)
-        sizes = np.zeros(len(ids), dtype=np.int64)
+        ends = _byte_ends(raw.text, spans[:, 1]) if self._ends else None
+        return Tokens(ids, supervised, self._sizes(raw, ids, spans, supervised), ends)
+
+    def _sizes(self, raw: Example, ids: npt.NDArray[np.int32], spans: Ints, supervised: Mask) -> Ints:
+        """Bytes of each token. A template's marks are not text; where they stand in a text of its own they are as any other
+        part of it."""
+        marks = self._special[ids]
+        if self._evaluation and raw.messages is None:
+            marks = np.zeros_like(supervised)
         words = supervised & ~marks
+        sizes = np.zeros(len(ids), dtype=np.int64)
         sizes[words] = _bytes_each(raw, spans[words], spans[marks] if self._evaluation else None)
-        return Tokens(ids, supervised, sizes, _byte_ends(raw.text, spans[:, 1]) if self._ends else None)
+        return sizes
 
     def _supervised(self, raw: Example, spans: Ints) -> Mask:
         """A token belongs to where it begins: one that straddles the end of a prompt is the prompt's. In evaluation it is

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class Prefetched(Generic[T]):
 
 def _work(iterator: Iterator[Any], ready: queue.Queue[Future[Any]], stop: threading.Event) -> None:
     ended = False
-    while not ended:
+    while not (ended or stop.is_set()):
         future: Future[Any] = Future()
         try:
             future.set_result(next(iterator))
@@ -75,12 +76,9 @@ def _work(iterator: Iterator[Any], ready: queue.Queue[Future[Any]], stop: thread
             future.set_exception(error)
             ended = True
         while not stop.is_set():
-            try:
+            with suppress(queue.Full):
                 ready.put(future, timeout=_POLL_SECONDS)
                 break
-            except queue.Full:
-                continue
-        ended = ended or stop.is_set()
 
 
 def _end(thread: threading.Thread, stop: threading.Event) -> None:

@@ -61,7 +61,7 @@ def check_lengths(data: DataConfig, tokenizer: Any, key: str = "data") -> list[s
     encoded = encode(list(sampled(data, tokenizer, key)))
     barren = sum(not e.kept and not e.cut for e in encoded)
     if barren == len(encoded):
-        return []  # the pipeline itself says so
+        return []  # whoever reads it says so
     notes = []
     if barren > WARN * len(encoded):
         notes.append(
@@ -70,9 +70,7 @@ def check_lengths(data: DataConfig, tokenizer: Any, key: str = "data") -> list[s
         )
     there = [e for e in encoded if e.kept or e.cut]
     cut, dropped = sum(e.cut > 0 for e in there), sum(not e.kept for e in there)
-    learnt = sum(e.example.supervised_tokens for e in there if e.example is not None)
-    lost = sum(e.cut_supervised for e in there)
-    share = lost / max(1, lost + learnt)
+    share = _share_cut(there)
     if max(share, cut / len(there)) <= WARN:
         return notes
     gone = f"; {dropped:,} of them are dropped, for nothing is left" if dropped else ""
@@ -83,6 +81,13 @@ def check_lengths(data: DataConfig, tokenizer: Any, key: str = "data") -> list[s
     if max(share, dropped / len(there)) > REFUSE:
         raise PotstillError(said)
     return [*notes, said]
+
+
+def _share_cut(encoded: Sequence[Encoded]) -> float:
+    """Of the tokens that are to be learnt."""
+    learnt = sum(e.example.supervised_tokens for e in encoded if e.example is not None)
+    lost = sum(e.cut_supervised for e in encoded)
+    return lost / max(1, lost + learnt)
 
 
 def _advice(data: DataConfig, encoded: Sequence[Encoded], key: str) -> str:

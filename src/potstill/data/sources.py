@@ -17,17 +17,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from potstill.config import SourceConfig
-from potstill.data.arrow import ROWS_AT_ONCE, Unchecked, rows_of
 from potstill.shipped import locate
 from potstill.types import PotstillError
 
 Record = dict[str, Any]
 Position = tuple[int, int]
 Records = Iterator[tuple[int, Record, str]]  # numbered, with where each is
+ROWS_AT_ONCE = 256  # turned into Python objects together
 ROLES = ("prompt", "completion", "messages", "tools")  # keys of the recipe that name columns; else it is text
 
 
@@ -171,6 +172,39 @@ class Source:
                 raise PotstillError(f"{self.key}.{role}: {where} has no column {column} (there: {listed}); {hint}")
 
 
+class Unchecked:
+    """The batches of a data set from a folder, which may be another's: each is validated before its first row is read (as in
+    `_rows_of`), and not all of them before the first step, for that would read the whole set."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._batches: list[pa.RecordBatch | None] = dataset.data.to_batches()
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches if batch is not None])
+        self._indices = dataset._indices is not None  # rows are others than they are called
+
+    def check(self, rows: npt.NDArray[np.int64]) -> None:
+        touched = np.unique(np.searchsorted(self._ends, rows, side="right"))
+        for place in range(len(self._batches)) if self._indices else touched.tolist():
+            batch = self._batches[place]
+            if batch is not None:
+                batch.validate(full=True)
+                self._batches[place] = None
+
+
+def _rows_of(batches: Iterator[pa.RecordBatch], first: int, skip: int, path: str) -> Records:
+    """The rows of columnar batches, the first of them numbered `first`, without those before number `skip`."""
+    for batch in batches:
+        if first + batch.num_rows <= skip:  # a resume does not read what it leaves out
+            first += batch.num_rows
+            continue
+        # Arrow believes the offsets in a file: wrong ones would read other memory, or end the process.
+        batch.validate(full=True)
+        for begin in range(max(0, skip - first), batch.num_rows, ROWS_AT_ONCE):
+            for offset, record in enumerate(batch.slice(begin, ROWS_AT_ONCE).to_pylist()):
+                number = first + begin + offset
+                yield number, record, f"{path}, record {number + 1}"
+        first += batch.num_rows
+
+
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
@@ -274,7 +308,7 @@ def _read_parquet(path: str, skip: int, source: Source) -> Records:
             rows = file.metadata.row_group(group).num_rows
             if first + rows > skip:
                 batches = file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(source.columns))
-                yield from rows_of(batches, first, skip, path)
+                yield from _rows_of(batches, first, skip, path)
             first += rows
 
 
@@ -288,7 +322,7 @@ def _read_arrow(path: str, skip: int, source: Source) -> Records:
             reader = pa.ipc.open_stream(file)
             batches = iter(reader)
         source.check_columns(reader.schema.names, path)
-        yield from rows_of((batch.select(list(source.columns)) for batch in batches), 0, skip, path)
+        yield from _rows_of((batch.select(list(source.columns)) for batch in batches), 0, skip, path)
 
 
 READERS = {

@@ -180,11 +180,15 @@ def open_stream(
     mixture = Mixture(cursors, weights, seed=seed, epochs=epochs, state=start["mixture"])
     fingerprints = [source.fingerprint() for source in sources]
     if state is not None and not changed_data_ok:
-        for source, before, now in zip(sources, state["fingerprints"], fingerprints, strict=True):
-            if before != now:
-                raise PotstillError(
-                    f"{source.key} is not what the run began with (then {before or 'a stream'}; now {now or 'a stream'}), "
-                    "so the run's place in it means nothing; put the data back, choose another folder with run=, or go on "
-                    "all the same with checkpoint.resume=force"
-                )
+        _check_unchanged(sources, state["fingerprints"], fingerprints)
     return _shuffled(mixture, data, seed, start), fingerprints
+
+
+def _check_unchanged(sources: Sequence[Source], then: Sequence[str | None], now: Sequence[str | None]) -> None:
+    for source, before, after in zip(sources, then, now, strict=True):
+        if before != after:
+            raise PotstillError(
+                f"{source.key} is not what the run began with (then {before or 'a stream'}; now {after or 'a stream'}), "
+                "so the run's place in it means nothing; put the data back, choose another folder with run=, or resume "
+                "all the same with checkpoint.resume=force"
+            )

@@ -153,16 +153,8 @@ class TransformersEngine:
             if not last:
                 run.step(chosen)
         ends = self._stop.tolist()
-        return [
-            Completion(
-                row[:n].astype(np.int32),
-                chances[:n],
-                "eos" if row[n - 1] in ends else "stop" if stopped else "length",
-            )
-            for row, chances, n, stopped in zip(
-                ids.cpu().numpy(), logprobs.cpu().numpy(), lengths.tolist(), stops.hit, strict=True
-            )
-        ]
+        found = zip(ids.cpu().numpy(), logprobs.cpu().numpy(), lengths.tolist(), stops.hit, strict=True)
+        return [_completion(row[:n], chances[:n], ends, bool(stopped)) for row, chances, n, stopped in found]
 
     def _right_way(self, who: str) -> tuple[Way, list[str]]:
         """The fastest way in which the model writes what it says of the whole text, and what its user should know."""
@@ -224,6 +216,12 @@ class TransformersEngine:
             logits = self._writer.output_head(self._width).logits(hidden).float()
         chances = logits.log_softmax(-1).gather(-1, whole[0, len(ask.ids) :, None]).squeeze(-1).cpu().numpy()
         return float(np.abs(chances - text.logprobs).mean()), max(float(logits.std(-1).mean()), 1e-3)
+
+
+def _completion(
+    ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32], ends: Sequence[int], stopped: bool
+) -> Completion:
+    return Completion(ids.astype(np.int32), logprobs, "eos" if ids[-1] in ends else "stop" if stopped else "length")
 
 
 class _StopTexts:
