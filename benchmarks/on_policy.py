@@ -252,13 +252,13 @@ def run_serve(work: Path, clients: int, seconds: float) -> dict[str, float]:
         done = [0] * clients
         end = time.perf_counter() + seconds
 
-        def ask(which: int) -> None:
+        def client(which: int) -> None:
             mine = documents(8)
             while time.perf_counter() < end:
                 origins[which].server.score(form, mine)
                 done[which] += sum(e.supervised_tokens for e in mine)
 
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(clients)]
+        threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
         begin = time.perf_counter()
         for thread in threads:
             thread.start()

@@ -13,7 +13,7 @@ EXTRAS = {
 }
 
 
-def lacking(what: str, extra: str) -> PotstillError:
+def missing_extra(what: str, extra: str) -> PotstillError:
     """`what` needs the packages of an extra. potstill itself is installed from a checkout, so its own name installs nothing."""
     packages = EXTRAS[extra]
     needs = f"{what} needs {' and '.join(packages)}"

@@ -1,4 +1,4 @@
-"""Rows of documents, read one array after another: `chosen` are documents with some rows of each."""
+"""Rows of documents, read one array after another: the chosen ones are documents with some rows of each."""
 
 from __future__ import annotations
 

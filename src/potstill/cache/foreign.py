@@ -21,7 +21,7 @@ import safetensors
 import safetensors.numpy
 
 from potstill.data.sources import first_line
-from potstill.extras import lacking
+from potstill.extras import missing_extra
 from potstill.types import PotstillError
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def maxtext_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
 
         example_message()
     except ImportError as error:
-        raise lacking("reading array_record files", "import") from error
+        raise missing_extra("reading array_record files", "import") from error
 
     def records() -> Iterator[bytes]:
         reader = array_record_module.ArrayRecordReader(str(path))

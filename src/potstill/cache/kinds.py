@@ -155,11 +155,11 @@ class SignalKind:
             rows = values if name == "ids" else values.reshape(-1, 1)  # `ids` are different ones in each row
             if values.dtype.kind == "i" and (problem := wrong_ids(rows, self.vocabulary)):
                 yield problem
-        masses = self.masses(signal)
+        masses = self.total_mass(signal)
         if (off := np.abs(masses - 1)).max(initial=0.0) > SLACK:
             yield f"a token whose probabilities and that of the rest sum to {masses.flat[off.argmax()]:.4f}"
 
-    def masses(self, rows: Signal) -> Array:
+    def total_mass(self, rows: Signal) -> Array:
         """The sums of all that rows say, which are to be 1."""
         return np.ones(0)
 
@@ -287,7 +287,7 @@ class TopK(SignalKind):
             if np.isin((row + signal["tail_samples"])[there], (row + ids)[there]).any():
                 yield "draws from the rest that are not of the rest"
 
-    def masses(self, rows: Signal) -> Array:
+    def total_mass(self, rows: Signal) -> Array:
         read = (self.entries(rows, temperature)[1:] for temperature in self.temperatures)
         return np.stack([np.exp(logprobs).sum(-1) + np.exp(tail) for logprobs, tail in read])
 
@@ -511,7 +511,7 @@ class Given(SignalKind):
         mass = torch.logaddexp(values.logsumexp(-1), rest)
         return {"logprobs": values - mass[:, None], "tail": rest - mass}
 
-    def masses(self, rows: Signal) -> Array:
+    def total_mass(self, rows: Signal) -> Array:
         return np.exp(rows["logprobs"]).sum(-1) + np.exp(rows["tail"])
 
 

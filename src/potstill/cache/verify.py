@@ -177,7 +177,7 @@ def _check_shard(cache: Cache, shard: Shard, report: Report) -> float:
             continue
         signal = dict(document.all_rows())
         report.damage += [f"{shard.name}: document {key.hex()} has {what}" for what in _problems(document, signal)]
-        worst = max(worst, float(np.abs(form.masses(signal) - 1).max(initial=0.0)))
+        worst = max(worst, float(np.abs(form.total_mass(signal) - 1).max(initial=0.0)))
     return worst
 
 

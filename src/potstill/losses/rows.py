@@ -223,7 +223,7 @@ class DenseRows(Comparison):
     def loss(self, z: Tensor, rows: slice, call: Call) -> tuple[Tensor, float]:
         if self._width == z.shape[1]:
             return _compared_dense(self.block(z, rows, call), call.params)
-        shared = call.buffers("shared", len(z), self._width).copy_(z[:, : self._width])
+        shared = call.buffers("narrow", len(z), self._width).copy_(z[:, : self._width])
         found = _compared_dense(self.block(shared, rows, call), call.params)
         z[:, : self._width] = shared
         z[:, self._width :] = 0.0  # ids beyond the shared ones have no part in the divergence

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
-from potstill.extras import lacking
+from potstill.extras import missing_extra
 from potstill.models.language_model import LanguageModel, backbone
 from potstill.models.libraries import check_counts, loading, reason, refuse_damaged
 from potstill.models.probe import probed
@@ -239,7 +239,7 @@ def _quantization(bits: str, where: str) -> Any:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
-        raise lacking(f"{where}.quantize", "quant") from None
+        raise missing_extra(f"{where}.quantize", "quant") from None
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_8bit=bits == "8bit", load_in_4bit=bits == "4bit")

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from potstill.cache.origin import Identity, identity_of_model, save_head
 from potstill.config import TeacherConfig
 from potstill.config.recipe import checked
-from potstill.extras import lacking
+from potstill.extras import missing_extra
 from potstill.models import load_teacher
 from potstill.parallel.mesh import pick_device
 from potstill.serving import protocol
@@ -44,7 +44,7 @@ try:
 
     from potstill.serving.connections import CONNECTION, IDLE_SECONDS, Budget, Clients, Hold, guarded, log_sparsely
 except ImportError as error:
-    raise lacking("potstill serve", "serve") from error
+    raise missing_extra("potstill serve", "serve") from error
 
 SHUTDOWN_SECONDS = 30  # for what is under way when the server is told to end
 READING = 4  # times its size that a request's body takes, until it is read

@@ -275,9 +275,8 @@ def _build(
     name: str,
 ) -> TokenTable:
     pieces, fallbacks = decode_tokens([token or "" for token in tokens], spec["decoder"])
-    kinds = [ABSENT if token is None else TEXT for token in tokens]
-    for index in fallbacks:
-        kinds[index] = BYTE
+    kinds = np.array([ABSENT if token is None else TEXT for token in tokens], dtype=np.uint8)
+    kinds[fallbacks] = BYTE
     contents: dict[int, str] = {}
     for token in spec["added_tokens"]:
         index = token["id"]
@@ -285,28 +284,31 @@ def _build(
             contents[index] = token["content"]
         elif tokens[index] is None:  # it stands in the text as it is written
             kinds[index], pieces[index] = TEXT, token["content"].encode()
-    model = spec["model"]
-    unknown = model["unk_id"] if "unk_id" in model else model.get("unk_token")
-    if isinstance(unknown, str):
-        unknown = next((i for i, token in enumerate(tokens) if token == unknown), None)
-    if unknown is not None and unknown not in contents:
-        contents[unknown] = tokens[unknown] or ""
+    unknown = _unknown(spec["model"], tokens)
+    if unknown is not None:
+        contents.setdefault(unknown, tokens[unknown] or "")
     roles = roles_of(contents, declared, spec["post_processor"])
     if unknown is not None and unknown not in roles.get("unk", ()):
         roles["unk"] = (*roles.get("unk", ()), unknown)
-    for index in contents:
-        kinds[index] = SPECIAL
-    pieces = [piece if kind in (TEXT, BYTE) else b"" for piece, kind in zip(pieces, kinds, strict=True)]
-    added = [token["id"] for token in spec["added_tokens"]]
+    kinds[list(contents)] = SPECIAL
+    pieces = [piece if kind in (TEXT, BYTE) else b"" for piece, kind in zip(pieces, kinds.tolist(), strict=True)]
     prefix, always = prefix_of(spec)
     return _table(
-        pieces, kinds, added,
+        pieces, kinds, [token["id"] for token in spec["added_tokens"]],
         special=roles, contents=contents, identity=keeps_text(spec) and (prefix == "none" or always),
         prefix=prefix, prefix_always=always, fingerprint=fingerprint, name=name,
     )  # fmt: skip
 
 
-def _table(pieces: Sequence[bytes], kinds: Sequence[int], added: Sequence[int], **rest: Any) -> TokenTable:
+def _unknown(model: Mapping[str, Any], tokens: list[str | None]) -> int | None:
+    """The id of what the vocabulary cannot say, by number or by name."""
+    unknown = model["unk_id"] if "unk_id" in model else model.get("unk_token")
+    return (
+        next((i for i, token in enumerate(tokens) if token == unknown), None) if isinstance(unknown, str) else unknown
+    )
+
+
+def _table(pieces: Sequence[bytes], kinds: npt.ArrayLike, added: Sequence[int], **rest: Any) -> TokenTable:
     offsets = np.zeros(len(pieces) + 1, dtype=np.int64)
     np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
     cuts = np.zeros(len(pieces), dtype=np.bool_)

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from potstill.config import Recipe
 from potstill.data import lost_in
-from potstill.extras import lacking
+from potstill.extras import missing_extra
 from potstill.files import could_not_write, json_lines, open_log, write_bytes
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
@@ -165,7 +165,7 @@ class Wandb(Callback):
         try:
             import wandb
         except ImportError:
-            raise lacking("log.wandb", "wandb") from None
+            raise missing_extra("log.wandb", "wandb") from None
         self._wandb, self._project, self._recipe = wandb, project, recipe
 
     def started(self, run: Run) -> None:
