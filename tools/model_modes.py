@@ -76,7 +76,8 @@ def teacher(folder: Path) -> str:
     """Forward KL to it, and the student's gradient, are those by its own logits."""
     learner = load_student(StudentConfig(config=LEARNER, tokenizer=TOKENIZER), CPU, 1)
     model = load_teacher(TeacherConfig(model=str(folder / "model")), CPU, "teachers[0]")
-    live = live_teacher(model, shared_ids(learner, model, "teachers[0]"), "teacher")
+    width = shared_ids(learner, model, "teachers[0]")
+    live = live_teacher(model, width, "teacher")
     module = StudentLoss(learner).eval()
     batch = _batch([[text] for text in _texts()])
     ours, gradients = _step(module, batch, [(1.0, live.targets(batch))], DISTIL)
@@ -85,7 +86,7 @@ def teacher(folder: Path) -> str:
     for text in _texts():
         ids = _ids(text)
         with torch.no_grad():
-            expected = model.model(ids, use_cache=False).logits[0, :-1, : live.width].log_softmax(-1)
+            expected = model.model(ids, use_cache=False).logits[0, :-1, : width].log_softmax(-1)
         found = learner.model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
         plain = plain + (expected.exp() * (expected - found)).sum(-1)[torch.from_numpy(text.supervised[1:])].sum()
     (plain / batch.supervised_tokens).backward()
