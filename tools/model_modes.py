@@ -86,7 +86,7 @@ def teacher(folder: Path) -> str:
     for text in _texts():
         ids = _ids(text)
         with torch.no_grad():
-            expected = model.model(ids, use_cache=False).logits[0, :-1, : width].log_softmax(-1)
+            expected = model.model(ids, use_cache=False).logits[0, :-1, :width].log_softmax(-1)
         found = learner.model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
         plain = plain + (expected.exp() * (expected - found)).sum(-1)[torch.from_numpy(text.supervised[1:])].sum()
     (plain / batch.supervised_tokens).backward()
