@@ -50,9 +50,10 @@ test-vllm:  ## the tests with a real vLLM, in an environment of its own (3 minut
 	@PYTHON=$(PYTHON) tools/setup_vllm $(VLLM)
 	POTSTILL_NEEDS_VLLM=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM)/bin/pytest -m vllm
 
-lint: setup  ## ruff: rules and format, nothing is changed
+lint: setup  ## ruff, and the house rules (tools/check_house.py); nothing is changed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/check_house.py
 
 format: setup  ## ruff: mend what can be mended
 	$(BIN)/ruff check --fix .

@@ -20,10 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from potstill.cache import signal
 from potstill.cache.build import batches, build, text_batches
-from potstill.cache.document import to_bytes
-from potstill.cache.kinds import Sampled, SignalKind, TokenLogprobs, TopK
 from potstill.cache.manifest import new_manifest
 from potstill.cache.reader import CacheReader
 from potstill.cache.reading import TeacherText, examples_of
@@ -33,6 +30,9 @@ from potstill.config.recipe import load_recipe
 from potstill.data import collate
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_teacher
+from potstill.signals import compute as signal
+from potstill.signals.document import to_bytes
+from potstill.signals.kinds import Sampled, SignalKind, TokenLogprobs, TopK
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.stored import CachedSignal
 from potstill.teachers.teacher import Teacher

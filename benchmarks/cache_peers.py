@@ -21,11 +21,11 @@ import torch
 from cache_cases import Clock, Skipped, batches_of, best, data_of, model_of, teacher_of
 
 from potstill.cache.build import build
-from potstill.cache.foreign import example_features
 from potstill.cache.reader import CacheReader
 from potstill.cache.store import Cache
 from potstill.config import StoreConfig
 from potstill.losses.dense import target_logits
+from potstill.migrate.records import example_features
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.stored import CachedSignal
 from potstill.teachers.teacher import Teacher

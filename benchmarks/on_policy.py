@@ -208,10 +208,10 @@ def run_serve(work: Path, clients: int, seconds: float) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from potstill.cache.kinds import TopK
     from potstill.config import TeacherConfig
     from potstill.data import collate
     from potstill.models import load_teacher
+    from potstill.signals.kinds import TopK
     from potstill.teachers.remote import open_server
     from potstill.types import Example
 

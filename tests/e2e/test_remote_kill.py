@@ -15,9 +15,9 @@ from tiny_models import make_model
 from tiny_runs import TinyRuns, metrics, steps_on_disk
 
 import potstill
+from potstill import http_client as connection
 from potstill.cache.store import Cache
 from potstill.cache.verify import verify
-from potstill.serving import http as connection
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
 

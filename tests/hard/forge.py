@@ -94,7 +94,7 @@ WANTED = [
     "potstill.cli.eval",
     "potstill.report",
     "potstill.cli.cache_command",
-    "potstill.cache.imports",
+    "potstill.migrate.cache",
     "potstill.cache.convert",
     "potstill.serving.server",
     "potstill.training.loop",

@@ -28,9 +28,9 @@ from mutations import BYTES, ODD, changed, copied, files_in, hurt
 from served import Served
 from tiny_runs import TinyRuns
 
-from potstill.cache.kinds import TopK
 from potstill.config.recipe import recipe_yaml
 from potstill.serving.protocol import Question, read_answer, write_question
+from potstill.signals.kinds import TopK
 from potstill.types import Example
 
 MEMORY_MB = 4000

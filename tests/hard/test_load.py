@@ -17,8 +17,8 @@ from mutations import BYTES
 from served import Served
 from tiny_runs import TinyRuns
 
-from potstill.cache.kinds import TopK
 from potstill.serving.protocol import Question, read_answer, write_question
+from potstill.signals.kinds import TopK
 from potstill.types import Example
 
 SECONDS = 300

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from potstill.cache.document import SignalRows
+from potstill.signals.document import SignalRows
 
 
 def read_top_k(chosen: Any, temperature: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from potstill.cache.document import NOTHING
-from potstill.cache.kinds import Signal
 from potstill.cache.manifest import HEAD, TOKENIZER, new_manifest, read_manifest
 from potstill.cache.origin import CLOSE, LiveOrigin, TeacherBackend, save_head
 from potstill.cache.reading import TeacherText, as_cached, chat_kwargs, examples_of
@@ -30,6 +28,8 @@ from potstill.cache.verify import coverage
 from potstill.config import DataConfig, StoreConfig
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel
+from potstill.signals.document import NOTHING
+from potstill.signals.kinds import Signal
 from potstill.types import Example, PotstillError
 
 T = TypeVar("T")

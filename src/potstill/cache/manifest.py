@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from potstill.cache.kinds import KINDS, SignalKind, first_error, read_kind, shown
 from potstill.data.examples import text_key
 from potstill.files import MANIFEST, write_text
+from potstill.signals.kinds import KINDS, SignalKind, first_error, read_kind, shown
 from potstill.types import PotstillError
 
 FORMAT, VERSION = "potstill cache", 2

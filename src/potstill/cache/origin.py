@@ -13,12 +13,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from potstill.cache.kinds import Signal, SignalKind, kind_for
 from potstill.cache.reading import dtype_name, template_fingerprint, tokenizer_fingerprint, weights_fingerprint
-from potstill.cache.signal import uniforms
 from potstill.config import StoreConfig
 from potstill.data import collate
 from potstill.models import LanguageModel
+from potstill.signals.compute import uniforms
+from potstill.signals.kinds import Signal, SignalKind, kind_for
 from potstill.types import Batch, Example, Head, PotstillError
 
 CLOSE = 0.1  # nats, on average: two ways to compute one distribution in few bits differ by less, two positions by more

@@ -13,13 +13,13 @@ import safetensors
 import torch
 
 from potstill.cache.build import BATCH_TOKENS, CacheWriter
-from potstill.cache.document import Document, blank, from_bytes
 from potstill.cache.manifest import HEAD, part, tokenizer_of
 from potstill.cache.origin import read_head
 from potstill.cache.store import Cache
 from potstill.cache.verify import coverage
 from potstill.config import DataConfig
 from potstill.models import load_tokenizer
+from potstill.signals.document import Document, blank, from_bytes
 from potstill.types import Batch, Example, Head, PotstillError
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 
-from potstill.cache.document import Document, from_bytes
-from potstill.cache.kinds import SignalKind
 from potstill.cache.manifest import SHARD, part, shard_facts
 from potstill.files import checksums_differ
+from potstill.signals.document import Document, from_bytes
+from potstill.signals.kinds import SignalKind
 from potstill.types import PotstillError
 
 MADVISE = getattr(ctypes.CDLL(None), "madvise", None)  # a hint, where the system takes it

@@ -23,8 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
-from potstill.cache.document import Document, to_bytes
-from potstill.cache.kinds import SignalKind
 from potstill.cache.manifest import FORMAT, HEAD, VERSION, Manifest, part, read_manifest, tokenizer_of
 from potstill.cache.shard import Shard, checksum, damaged, open_shard, shard_names, whole
 from potstill.files import (
@@ -38,6 +36,8 @@ from potstill.files import (
     remove,
     write_bytes,
 )
+from potstill.signals.document import Document, to_bytes
+from potstill.signals.kinds import SignalKind
 from potstill.types import Example, PotstillError
 
 LOCK = ".lock"  # of who changes the manifest

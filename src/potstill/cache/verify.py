@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from potstill.cache.document import Document
-from potstill.cache.kinds import Signal, wrong_ids
 from potstill.cache.manifest import IMPORTED
 from potstill.cache.origin import signal_of_examples
 from potstill.cache.reading import dtype_name, examples_of, tokenizer_fingerprint, weights_fingerprint
@@ -19,6 +17,8 @@ from potstill.cache.shard import Shard, whole
 from potstill.cache.store import Cache, beside_differs
 from potstill.config import DataConfig
 from potstill.models import LanguageModel
+from potstill.signals.document import Document
+from potstill.signals.kinds import Signal, wrong_ids
 from potstill.types import Example, PotstillError
 
 AT_ONCE = 4096

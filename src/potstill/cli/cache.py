@@ -141,7 +141,7 @@ def cache_convert(
 ) -> None:
     """A smaller cache from a larger one, without the teacher; or a cache from another system's files."""
     options = locals()
-    from potstill.cache.convert import convert
+    from potstill.cli.convert import convert
 
     columns, temperatures = options.pop("column") or [], options.pop("temperature")
     for wrong in (pair for pair in columns if "=" not in pair):

@@ -16,8 +16,6 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeRemainingCol
 from rich.progress import Progress as Bar
 
 from potstill.cache.build import Progress, Terminated, build, ranks, sigterm_interrupts
-from potstill.cache.codec import DTYPES
-from potstill.cache.kinds import KINDS, SignalKind
 from potstill.cache.manifest import IMPORTED, Manifest, read_manifest, signal_keys, tokenizer_of
 from potstill.cache.origin import LiveOrigin, TeacherBackend
 from potstill.cache.reading import as_cached
@@ -29,6 +27,8 @@ from potstill.config.recipe import checked, load_recipe
 from potstill.data import with_pieces
 from potstill.models import LanguageModel, load_student_tokenizer, load_teacher, load_tokenizer
 from potstill.parallel.mesh import pick_device
+from potstill.signals.codec import DTYPES
+from potstill.signals.kinds import KINDS, SignalKind
 from potstill.teachers.remote import open_server
 from potstill.types import PotstillError
 

@@ -19,10 +19,10 @@ DIVERGENCES: Table = {
 }
 # A subclass of SignalKind
 CACHE_KINDS: Table = {
-    "top_k": "potstill.cache.kinds:TopK",
-    "sampled": "potstill.cache.kinds:Sampled",
-    "hidden": "potstill.cache.kinds:Hidden",
-    "token_logprobs": "potstill.cache.kinds:TokenLogprobs",
+    "top_k": "potstill.signals.kinds:TopK",
+    "sampled": "potstill.signals.kinds:Sampled",
+    "hidden": "potstill.signals.kinds:Hidden",
+    "token_logprobs": "potstill.signals.kinds:TokenLogprobs",
 }
 # A function Opening → Opened
 TEACHER_SOURCES: Table = {

@@ -1,6 +1,6 @@
 """Losses over rows. A loss never sees a mask, a pad id or a label of -100."""
 
-from potstill.losses.compare import RowStats, compare_rows, label_logprobs, row_confidence, shared_mass
+from potstill.losses.compare import RowStats, compare_rows, label_logprobs, shared_mass
 from potstill.losses.divergences import DIVERGENCES
 from potstill.losses.fused import FusedLoss, fused_linear_kd
 from potstill.losses.kd import KDLoss
@@ -23,6 +23,5 @@ __all__ = [
     "fused_linear_kd",
     "label_logprobs",
     "policy_gradient_kl",
-    "row_confidence",
     "shared_mass",
 ]

@@ -20,7 +20,7 @@ from torch import Tensor
 from potstill.losses.dense import log_probs, target_logits
 from potstill.losses.divergences import LOG_FLOOR, Block, LossParams, compared
 from potstill.losses.rows import Call, Comparison, softmax
-from potstill.losses.vocab_parallel import VocabShard
+from potstill.parallel.vocab import VocabShard
 from potstill.types import ChunkTarget, Dense, Relation, TopKTarget
 
 ULD_ENTRIES = 256

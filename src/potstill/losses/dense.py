@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from potstill.losses.divergences import LOG_FLOOR
-from potstill.losses.vocab_parallel import VocabShard
+from potstill.parallel.vocab import VocabShard
 from potstill.types import Dense, HiddenTarget, MeanTarget, PrefixMarginalTarget, PrefixTensors
 
 UNLIKELY = 20.0  # nats below the likeliest: an id of the student's that no token of the teacher's leads to

@@ -22,7 +22,7 @@ from potstill.losses.cross_tokenizer import ChunkRows
 from potstill.losses.dense import target_logits
 from potstill.losses.divergences import LossParams
 from potstill.losses.rows import CHUNK_BYTES, Buffers, Call, Comparison, DenseRows, SampledRows, TopKRows, loss_of_rows
-from potstill.losses.vocab_parallel import VocabShard, shard_targets
+from potstill.parallel.vocab import VocabShard, shard_targets
 from potstill.types import (
     ChunkTarget,
     Dense,

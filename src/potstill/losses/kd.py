@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from potstill.losses.divergences import LossParams
 from potstill.losses.fused import BLOCK_BYTES, fused_loss
 from potstill.losses.rows import CHUNK_BYTES, Buffers, Call, DenseRows
-from potstill.losses.vocab_parallel import VocabShard, shard_targets
+from potstill.parallel.vocab import VocabShard, shard_targets
 from potstill.types import LogitsTarget
 
 ROWS_OF_A_GROUP = 256  # at a time, where ranks share the vocabulary

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from potstill.losses.divergences import LOG_FLOOR, Block, LossParams, compared, temperature_scale
-from potstill.losses.vocab_parallel import VocabShard
+from potstill.parallel.vocab import VocabShard
 from potstill.types import Ints, SampledTarget, TopKTarget
 
 LOG2_E = math.log2(math.e)

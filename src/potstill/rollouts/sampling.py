@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from potstill.cache.signal import draws, largest
 from potstill.config import SamplingConfig
+from potstill.signals.compute import draws, largest
 
 CANDIDATES = 1024  # looked at for top_p before all of a large vocabulary is sorted
 

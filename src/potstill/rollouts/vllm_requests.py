@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from potstill.cache.kinds import SLACK
 from potstill.config.rollouts import SamplingConfig
 from potstill.rollouts.engine import Completion
+from potstill.signals.kinds import SLACK
 from potstill.types import PotstillError
 
 LEAST_TEMPERATURE = 0.01  # vLLM takes this for anything between it and 0 …

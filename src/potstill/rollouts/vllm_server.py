@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from potstill.config import RemoteConfig, RolloutsConfig, SamplingConfig
+from potstill.http_client import SMALL, Connection
 from potstill.models import LanguageModel
 from potstill.rollouts.engine import Completion, GenerationRequest
 from potstill.rollouts.vllm_requests import completion, read_text, request
 from potstill.rollouts.vllm_weights import save_weights
-from potstill.serving.http import SMALL, Connection
 from potstill.serving.openai import ENTRY
 
 AT_ONCE = 128  # requests under way; the server batches them

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from potstill.cache.kinds import Signal
 from potstill.cache.origin import format_of, signal_of_examples
 from potstill.config import StoreConfig
 from potstill.models import LanguageModel
 from potstill.serving.protocol import Question
+from potstill.signals.kinds import Signal
 from potstill.types import Example, PotstillError
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of documents per forward pass, in the metrics

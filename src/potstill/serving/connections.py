@@ -15,8 +15,8 @@ from typing import ClassVar, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from potstill.http_client import RATE, plain
 from potstill.serving.batching import Busy
-from potstill.serving.http import RATE, plain
 
 CONNECTION = "connection"  # in the state of a request's scope: the connection that it came by
 SILENT_SECONDS = 1.0  # after which a client that is waited for makes room for others

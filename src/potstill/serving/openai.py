@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from potstill.cache.kinds import Signal, SignalKind, kind_for
 from potstill.cache.origin import CLOSE, Identity
 from potstill.cache.reading import template_fingerprint, tokenizer_fingerprint
 from potstill.config import StoreConfig, TeacherConfig
+from potstill.http_client import NO_SUCH_PATH, SMALL, Connection, Refused
 from potstill.models import load_tokenizer
-from potstill.serving.http import NO_SUCH_PATH, SMALL, Connection, Refused
 from potstill.serving.protocol import Given
+from potstill.signals.kinds import Signal, SignalKind, kind_for
 from potstill.types import Example, Head, PotstillError
 
 PROBE = (

@@ -20,12 +20,12 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 
-from potstill.cache.kinds import SERVED, Signal, SignalKind, kind_for, read_kind
 from potstill.cache.origin import Identity, read_head
 from potstill.cache.reading import template_fingerprint, tokenizer_fingerprint
 from potstill.config import StoreConfig
+from potstill.http_client import NO_SUCH_PATH, Answer, Connection, plain
 from potstill.models import load_tokenizer
-from potstill.serving.http import NO_SUCH_PATH, Answer, Connection, plain
+from potstill.signals.kinds import SERVED, Signal, SignalKind, kind_for, read_kind
 from potstill.types import Example, Head, PotstillError
 
 PROTOCOL = 1

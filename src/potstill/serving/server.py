@@ -27,11 +27,11 @@ from potstill.cache.origin import Identity, identity_of_model, save_head
 from potstill.config import TeacherConfig
 from potstill.config.recipe import checked
 from potstill.extras import missing_extra
+from potstill.http_client import token_from
 from potstill.models import load_teacher
 from potstill.parallel.mesh import pick_device
 from potstill.serving import protocol
 from potstill.serving.batching import BUCKETS, Busy, Job, Scorer, TooLarge, check_question
-from potstill.serving.http import token_from
 from potstill.types import PotstillError
 
 try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from potstill.config import LossConfig
-from potstill.losses import row_confidence
+from potstill.teachers.confidence import row_confidence
 from potstill.types import Batch, Dense, MeanTarget, PotstillError, Prepared, Target, Teacher
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from potstill.cache.document import Document
+from potstill.signals.document import Document
 from potstill.types import Batch, Example, HiddenTarget, LogitsTarget, SampledTarget, Target, TopKTarget
 
 Ints = npt.NDArray[np.int64]

@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from potstill.cache import kinds
-from potstill.cache.document import Document, exact
-from potstill.cache.kinds import Signal as Arrays
-from potstill.cache.kinds import SignalKind
 from potstill.config import StoreConfig, TeacherConfig
+from potstill.http_client import Connection
 from potstill.models import LanguageModel, evaluating
-from potstill.serving.http import Connection
 from potstill.serving.openai import OpenAIServer
 from potstill.serving.protocol import PotstillServer, potstill_version
+from potstill.signals import kinds
+from potstill.signals.document import Document, exact
+from potstill.signals.kinds import Signal as Arrays
+from potstill.signals.kinds import SignalKind
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
 from potstill.teachers.stored import StoredSignal
 from potstill.types import Batch, Example, Head, PotstillError, TopKTarget

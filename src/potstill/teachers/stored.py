@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potstill.cache.document import Document, SignalRows
-from potstill.cache.kinds import Hidden, SignalKind
 from potstill.cache.manifest import tokenizer_of
 from potstill.cache.reader import CacheReader
 from potstill.cache.reading import chat_kwargs, template_fingerprint
@@ -19,6 +17,8 @@ from potstill.cache.store import Cache
 from potstill.config import DataConfig
 from potstill.models import load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
+from potstill.signals.document import Document, SignalRows
+from potstill.signals.kinds import Hidden, SignalKind
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
 from potstill.types import Batch, Example, Head, HiddenTarget, LogitsTarget, PotstillError, SampledTarget, TopKTarget
 

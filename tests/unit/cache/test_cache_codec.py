@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from read_rows import read_hidden, read_sampled, read_token_logprobs, read_top_k
 
-from potstill.cache import codec
-from potstill.cache.codec import COARSE_TABLE, FINE_TABLE
-from potstill.cache.document import blank, from_bytes, to_bytes
-from potstill.cache.kinds import KINDS, Hidden, Sampled, SignalKind, TokenLogprobs, TopK
 from potstill.cache.reading import TeacherText, examples_of
-from potstill.cache.signal import uniforms
 from potstill.config import DataConfig, TeacherConfig
 from potstill.data import collate
 from potstill.models import load_teacher
+from potstill.signals import codec
+from potstill.signals.codec import COARSE_TABLE, FINE_TABLE
+from potstill.signals.compute import uniforms
+from potstill.signals.document import blank, from_bytes, to_bytes
+from potstill.signals.kinds import KINDS, Hidden, Sampled, SignalKind, TokenLogprobs, TopK
 from potstill.types import DenseTarget
 
 CPU = torch.device("cpu")

@@ -22,13 +22,14 @@ from read_rows import read_hidden, read_sampled, read_tail_samples, read_token_l
 from tiny_models import make_model
 
 from potstill.cache.build import build
-from potstill.cache.convert import convert, convert_cache
-from potstill.cache.foreign import example_features
-from potstill.cache.imports import COLUMNS, NOT_CUT, READERS, import_cache
+from potstill.cache.convert import convert_cache
 from potstill.cache.store import Cache, begun_cache
 from potstill.cache.verify import verify
+from potstill.cli.convert import convert
 from potstill.config import DataConfig, SourceConfig, StoreConfig, TeacherConfig
 from potstill.data.examples import text_key
+from potstill.migrate.cache import COLUMNS, NOT_CUT, READERS, import_cache
+from potstill.migrate.records import example_features
 from potstill.models import load_teacher
 from potstill.types import PotstillError
 

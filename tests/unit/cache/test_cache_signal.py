@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from potstill.cache import signal
-from potstill.cache.kinds import KINDS, Hidden, Sampled, TokenLogprobs, TopK
-from potstill.cache.signal import COLUMNS, largest, uniforms
+from potstill.signals import compute as signal
+from potstill.signals.compute import COLUMNS, largest, uniforms
+from potstill.signals.kinds import KINDS, Hidden, Sampled, TokenLogprobs, TopK
 from potstill.types import DenseTarget, HiddenTarget
 
 TEMPERATURES = (0.5, 1.0, 3.0)

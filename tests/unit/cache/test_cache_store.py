@@ -23,9 +23,6 @@ import torch
 from read_rows import read_token_logprobs
 
 from potstill.cache import store
-from potstill.cache.codec import pack, unpack
-from potstill.cache.document import to_bytes
-from potstill.cache.kinds import Hidden, Sampled, SignalKind, TokenLogprobs, TopK, _at_ids, share_that_differs
 from potstill.cache.manifest import Manifest, new_manifest, signal_keys
 from potstill.cache.shard import open_shard
 from potstill.cache.store import (
@@ -38,6 +35,9 @@ from potstill.cache.store import (
 )
 from potstill.cache.verify import verify
 from potstill.files import MANIFEST, UNFINISHED
+from potstill.signals.codec import pack, unpack
+from potstill.signals.document import to_bytes
+from potstill.signals.kinds import Hidden, Sampled, SignalKind, TokenLogprobs, TopK, _at_ids, share_that_differs
 from potstill.types import PotstillError
 
 FORM = TokenLogprobs(500)

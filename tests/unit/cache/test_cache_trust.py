@@ -20,8 +20,6 @@ from read_rows import read_sampled, read_top_k
 import potstill
 from potstill.cache.build import build
 from potstill.cache.convert import convert_cache
-from potstill.cache.document import from_bytes, to_bytes
-from potstill.cache.kinds import KINDS
 from potstill.cache.manifest import part, read_manifest
 from potstill.cache.reader import load_head
 from potstill.cache.shard import open_shard
@@ -31,6 +29,8 @@ from potstill.cli.cache_command import show_info
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
 from potstill.files import MANIFEST
 from potstill.models import load_teacher
+from potstill.signals.document import from_bytes, to_bytes
+from potstill.signals.kinds import KINDS
 from potstill.types import PotstillError
 
 SECRET = '{"secret": "outside"}'

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from potstill.losses import DIVERGENCES, DenseTarget, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.losses.divergences import LOG_FLOOR
-from potstill.losses.vocab_parallel import check_slices
+from potstill.parallel.vocab import check_slices
 from potstill.types import LogitsTarget
 
 INF = float("inf")

@@ -23,11 +23,11 @@ from potstill.losses import (
     TopKTarget,
     chosen_logprobs,
     policy_gradient_kl,
-    row_confidence,
 )
 from potstill.losses.divergences import LOG_FLOOR
 from potstill.models import load_student, load_teacher, shared_ids
 from potstill.teachers.combine import compute_targets
+from potstill.teachers.confidence import row_confidence
 from potstill.teachers.live import live_teacher
 from potstill.teachers.open import open_teachers
 from potstill.teachers.teacher import Teacher

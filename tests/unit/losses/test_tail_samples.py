@@ -9,10 +9,10 @@ import pytest
 import torch
 from read_rows import read_tail_samples, read_top_k
 
-from potstill.cache.document import from_bytes, to_bytes
-from potstill.cache.kinds import TopK
-from potstill.cache.signal import uniforms
 from potstill.losses import DenseTarget, TopKTarget, compare_rows, fused_linear_kd
+from potstill.signals.compute import uniforms
+from potstill.signals.document import from_bytes, to_bytes
+from potstill.signals.kinds import TopK
 
 ROWS, WIDTH, IDS, KEPT = 6, 5, 40, 7
 

@@ -20,7 +20,7 @@ import pytest
 
 from potstill.config import EngineConfig, RemoteConfig, TeacherConfig
 from potstill.config.recipe import checked
-from potstill.serving.http import Connection
+from potstill.http_client import Connection
 from potstill.types import PotstillError
 
 Parts = Callable[[], Iterable[bytes]]

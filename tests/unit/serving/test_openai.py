@@ -18,13 +18,13 @@ from tiny import CPU, LLAMA, tiny
 from tiny_models import TOKENIZER, make_model
 
 import potstill
+from potstill import http_client as connection
 from potstill.cache.build import build
 from potstill.cache.store import Cache
 from potstill.cache.verify import verify
 from potstill.config import DataConfig, LossConfig, StoreConfig, StudentConfig, TeacherConfig
 from potstill.losses import TopKTarget
 from potstill.models import LanguageModel, load_student, load_teacher
-from potstill.serving import http as connection
 from potstill.shipped import locate
 from potstill.teachers.live import live_teacher
 from potstill.teachers.open import open_teachers

@@ -36,14 +36,14 @@ from tiny import CPU, examples, tiny
 from tiny_models import make_model
 
 import potstill
-from potstill.cache.kinds import Given, Hidden, Sampled, SignalKind, TokenLogprobs, TopK
+from potstill import http_client as connection
 from potstill.cache.origin import format_of, identity_of_model, signal_of_examples
 from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
 from potstill.models import LanguageModel, load_teacher
-from potstill.serving import http as connection
 from potstill.serving.batching import Busy, Job, Scorer
 from potstill.serving.protocol import Question, read_answer, read_question, write_question
 from potstill.serving.server import ServeOptions, Service, application
+from potstill.signals.kinds import Given, Hidden, Sampled, SignalKind, TokenLogprobs, TopK
 from potstill.teachers.open import open_teachers
 from potstill.teachers.remote import open_server
 from potstill.types import PotstillError

@@ -21,7 +21,6 @@ from served import Served
 from threaded import Threaded
 from tiny import CPU, examples
 
-from potstill.cache.kinds import TokenLogprobs, TopK
 from potstill.cache.origin import identity_of_model
 from potstill.config import TeacherConfig
 from potstill.models import LanguageModel, load_teacher
@@ -29,6 +28,7 @@ from potstill.serving.batching import Busy, Scorer
 from potstill.serving.connections import Budget, Hold, guarded
 from potstill.serving.protocol import Question, read_answer, read_question, write_answer, write_question
 from potstill.serving.server import PIECE, ServeOptions, Service, application, serve, streamed
+from potstill.signals.kinds import TokenLogprobs, TopK
 from potstill.teachers.remote import open_server
 from potstill.types import PotstillError
 

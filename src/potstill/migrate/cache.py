@@ -19,15 +19,15 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from potstill.cache.codec import STEPS_PER_NAT
-from potstill.cache.foreign import Record, maxtext_records, parquet_records
-from potstill.cache.kinds import LARGEST_VOCABULARY, Signal, TopK, wrong_ids
 from potstill.cache.manifest import IMPORTED, TOKENIZER, new_manifest
 from potstill.cache.reading import TeacherText, template_fingerprint, tokenizer_fingerprint
 from potstill.cache.store import Cache, Writer, begun_cache, create
 from potstill.data.examples import text_key
 from potstill.files import could_not_write, new_file
+from potstill.migrate.records import Record, maxtext_records, parquet_records
 from potstill.models import load_tokenizer
+from potstill.signals.codec import STEPS_PER_NAT
+from potstill.signals.kinds import LARGEST_VOCABULARY, Signal, TopK, wrong_ids
 from potstill.types import Example, PotstillError
 
 Layout = Literal["maxtext", "parquet"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from potstill.cache.codec import Array, Bytes, pack, packed_bytes, unpack
-from potstill.cache.kinds import Signal, SignalKind
+from potstill.signals.codec import Array, Bytes, pack, packed_bytes, unpack
+from potstill.signals.kinds import Signal, SignalKind
 from potstill.types import Example
 
 NOTHING = bytes([4])  # a document of no tokens, as `to_bytes` makes it of any kind: the width of its lengths

@@ -16,11 +16,11 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from potstill.cache import codec
-from potstill.cache.codec import ENTROPY, TOKEN_LOGPROB, Array, Bytes, Code, Packed, Raw, Steps
-from potstill.cache.signal import draws, in_blocks, largest, largest_left, log_mass
 from potstill.config import StoreConfig
 from potstill.config.registry import CACHE_KINDS, load
+from potstill.signals import codec
+from potstill.signals.codec import ENTROPY, TOKEN_LOGPROB, Array, Bytes, Code, Packed, Raw, Steps
+from potstill.signals.compute import draws, in_blocks, largest, largest_left, log_mass
 from potstill.types import HiddenTarget, PotstillError, SampledTarget, Target, TokenLogprobsTarget, TopKTarget
 
 Signal = Mapping[str, Array]  # arrays of R rows each; their names are those of a kind's `layout`

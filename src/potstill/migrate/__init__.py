@@ -1,0 +1,1 @@
+"""Other systems' files as potstill's own."""
