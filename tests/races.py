@@ -33,6 +33,8 @@ RACES = {
     "e2e/test_remote_kill.py": "",
     "e2e/test_resume.py": "signal|interrupt_does_not_wait",
     "e2e/test_trouble.py": "signal|clock",
+    "unit/config/test_compatibility.py": "takes_a_step",
+    "unit/training/test_devices.py": "waits_once",
     "unit/cache/test_cache_store.py": "threads|processes|while_another",
     "unit/teachers/test_stored_teacher.py": "threads",
     "unit/serving/test_http.py": "",

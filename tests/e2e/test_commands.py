@@ -23,7 +23,7 @@ import potstill as package
 from potstill.cli.main import app
 from potstill.cli.unforeseen import Unforeseen, explain, traces_in
 from potstill.config import Recipe
-from potstill.extras import EXTRAS, lacking
+from potstill.extras import EXTRAS, missing_extra
 from potstill.training.logging import Wandb
 from potstill.types import PotstillError
 
@@ -265,7 +265,7 @@ def test_advice_names_packages_that_can_be_installed(extra: str) -> None:
     with open(Path(__file__).parents[2] / "pyproject.toml", "rb") as file:
         declared = tomllib.load(file)["project"]["optional-dependencies"][extra]
     assert [re.split("[>=<]", each)[0] for each in declared] == list(EXTRAS[extra])
-    sentence = str(lacking("this", extra))
+    sentence = str(missing_extra("this", extra))
     assert f"pip install {' '.join(EXTRAS[extra])} (or, in a checkout: pip install -e '.[{extra}]')" in sentence
     sources = [path.read_text(encoding="utf-8") for path in Path(package.__file__).parent.rglob("*.py")]
     assert not [source for source in sources if f"potstill[{extra}]" in source]

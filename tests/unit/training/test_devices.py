@@ -188,8 +188,7 @@ def test_the_host_waits_once_a_step(packed, micro_batches, own, monkeypatch):
         metrics = step.optimizer_step(parts, ready(parts, steps), Run(Path(), step=1, total_steps=3), Stopwatch())
     assert len(reads) == 2
     assert (metrics.keys() >= {"sampling_logprob_gap", "ratio_mean", "ratio_clipped", "advantage"}) == own
-    # The one read, for the log. On a CPU, where nobody waits, the backward pass looks whether its scale is 1.
-    assert counter.seen == ["__bool__", "aten._local_scalar_dense.default"] * micro_batches + ["tolist"]
+    assert counter.seen == ["tolist"]  # the one read, for the log
 
 
 def noting(seen, method, name, tensor, *args, **kwargs):
