@@ -86,6 +86,7 @@ def test_dropout_is_off_where_the_student_writes_unless_the_recipe_has_it(runs: 
     assert config["attention_dropout"] == 0.1 and "student.dropout" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_ends_with_the_same_bits(runs: TinyRuns) -> None:
     options = ["train.steps=40", "checkpoint.every=3", "checkpoint.keep=3", "student.dropout=0.1"]
     rollouts = VARIANTS["written ahead, several steps"]

@@ -56,7 +56,7 @@ def teacher_of(server: Served, **keys: Any) -> list[dict[str, Any]]:
     return [{"server": server.address, "remote": remote, **keys}]
 
 
-@pytest.mark.parametrize("beside", ["nothing", "cache"])
+@pytest.mark.parametrize("beside", ["nothing", pytest.param("cache", marks=pytest.mark.slow)])
 def test_killed_and_started_again(runs: TinyRuns, said: list[str], tmp_path: Path, beside: str) -> None:
     keys = {"cache": str(tmp_path / "cache"), "store": {"kind": "hidden"}} if beside == "cache" else {}
     train = {"steps": 12, "batch_size": 4, "micro_batch_size": 2, "optimizer": {"lr": 1e-2}}
@@ -74,6 +74,7 @@ def test_killed_and_started_again(runs: TinyRuns, said: list[str], tmp_path: Pat
         assert verify(tmp_path / "cache").damage == [] and len(Cache(tmp_path / "cache")) > 10
 
 
+@pytest.mark.slow
 def test_it_comes_back_as_another(runs: TinyRuns, said: list[str], tmp_path: Path) -> None:
     other = make_model(tmp_path / "other", seed=99)
     train = {"steps": 12, "batch_size": 4, "micro_batch_size": 2}
@@ -104,6 +105,7 @@ def test_it_never_comes_back(runs: TinyRuns, said: list[str]) -> None:
     assert ours == pytest.approx(theirs, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_cache_build_from_a_server_that_is_killed(
     runs: TinyRuns, command: Any, tmp_path: Path, said: list[str]
 ) -> None:
