@@ -85,7 +85,7 @@ def _round(*options: str) -> list[tuple[str, str, bool]]:
     """File, test, and whether it passed."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.xml"
-        line = [sys.executable, "-m", "pytest", "-q", "-m", "races and not vllm", f"--junitxml={out}"]
+        line = [sys.executable, "-m", "pytest", "-q", "-m", "races and not slow and not vllm", f"--junitxml={out}"]
         files = [str(TESTS / name) for name in RACES]
         log = subprocess.run(
             [*line, "-o", "junit_family=xunit1", *options, *files],
