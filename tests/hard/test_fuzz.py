@@ -382,7 +382,12 @@ def _answers(runs: TinyRuns, forge: Forge, liar: SimpleNamespace) -> Fuzzed:
             remote.pop("k", None)
         shutil.rmtree(forge.folder / "taught", ignore_errors=True)
         teacher = {"server": liar.address, "remote": remote}
-        recipe = runs.file("taught", "train.steps=1", f"run={forge.folder / 'taught'}", teachers=[teacher])
+        own = {  # what a teacher that tells only how likely a text is can be learnt from
+            "loss": {"divergence": "policy_gradient_kl"},
+            "rollouts": {"on_policy_fraction": 1.0, "prompt_tokens": 4, "sampling": {"max_new_tokens": 4}},
+        }
+        keys = {"teachers": [teacher], **(own if remote["kind"] == "token_logprobs" else {})}
+        recipe = runs.file("taught", "train.steps=1", f"run={forge.folder / 'taught'}", **keys)
         ended = forge.command("train", recipe, memory_mb=MEMORY_MB)
         return ended, f"{path} {what} {liar.lies.status} {remote['kind']}"
 
