@@ -29,7 +29,7 @@ from potstill.types import PotstillError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds
 CONNECT_SECONDS = 10.0
-IDLE_SECONDS = 5.0  # after which a connection is not used again: a server may be closing it
+IDLE_SECONDS = 2.0  # after which a connection is not used again: uvicorn closes one after 5
 RATE = 128 * 2**10  # bytes per second: a transfer that is slower (1 Mbit/s) runs out of time
 SLICE = 64 * 2**10  # bytes that are sent at once
 WORDS = 500  # characters of what a server says
