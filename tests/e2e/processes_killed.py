@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ class Process:
         if not self._unfinished():
             return False
         self.send(signal.SIGSTOP)
-        time.sleep(0.01)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         if not self._unfinished():
             self.send(signal.SIGCONT)
             return False

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from taught import answers, batches_of, data_of, step, targets_of, write_files
+from taught import answers, batches_of, step, targets_of
 from threaded import Altered, Completions, Threaded
-from tiny import CPU, LLAMA, tiny
+from tiny import CPU, LLAMA
 from tiny_models import TOKENIZER, make_model
 
 import potstill
@@ -35,16 +35,6 @@ from potstill.types import PotstillError
 @pytest.fixture(scope="module")
 def teacher(tiny_teacher: Path) -> LanguageModel:
     return load_teacher(TeacherConfig(model=str(tiny_teacher)), CPU, "teachers[0]")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    return data_of(write_files(tmp_path_factory.mktemp("data")), "text")
-
-
-@pytest.fixture(scope="module")
-def student() -> LanguageModel:
-    return tiny(0, max_position_embeddings=128)
 
 
 def config_of(server: Threaded, kind: str = "top_k", k: int = 16, **keys: Any) -> TeacherConfig:

@@ -30,15 +30,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import Served
 from starlette.responses import JSONResponse
-from taught import batches_of, data_of, write_files
+from taught import batches_of
 from threaded import Altered, Threaded
-from tiny import CPU, examples, tiny
+from tiny import CPU, examples
 from tiny_models import make_model
 
 import potstill
 from potstill import http_client as connection
 from potstill.cache.origin import format_of, identity_of_model, signal_of_examples
-from potstill.config import DataConfig, LossConfig, StoreConfig, TeacherConfig
+from potstill.config import LossConfig, StoreConfig, TeacherConfig
 from potstill.models import LanguageModel, load_teacher
 from potstill.serving.batching import Busy, Job, Scorer
 from potstill.serving.protocol import Question, read_answer, read_question, write_question
@@ -63,16 +63,6 @@ def served(tiny_teacher: Path):
     options = ["--token-env", "POTSTILL_TEST_TOKEN", "--max-body-mb", 0.05, "--max-tokens", 100]
     with Served(tiny_teacher, *options, env=TOKEN) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    return data_of(write_files(tmp_path_factory.mktemp("data")), "text")
-
-
-@pytest.fixture(scope="module")
-def student() -> LanguageModel:
-    return tiny(0, max_position_embeddings=128)
 
 
 def metrics(address: str, **headers: Any) -> dict[str, float]:

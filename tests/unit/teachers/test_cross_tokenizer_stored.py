@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +27,6 @@ from potstill.types import Example, PotstillError
 
 PIECES = "shipped:tokenizers/pieces-1k"
 METHODS = ("prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld")
-
-
-@pytest.fixture(scope="module")
-def teacher(tiny_teacher: Path) -> LanguageModel:
-    return load_teacher(TeacherConfig(model=str(tiny_teacher)), CPU, "teachers[0]")
 
 
 @pytest.fixture(scope="module")

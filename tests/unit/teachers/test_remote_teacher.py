@@ -46,11 +46,6 @@ METHODS = ("prefix_marginal", "common_vocab", "projection", "span_likelihood", "
 
 
 @pytest.fixture(scope="module")
-def teacher(tiny_teacher: Path) -> LanguageModel:
-    return load_teacher(TeacherConfig(model=str(tiny_teacher)), CPU, "teachers[0]")
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     return data_of(write_files(tmp_path_factory.mktemp("data")))
 
