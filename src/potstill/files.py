@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -72,15 +72,16 @@ def open_log(path: Path) -> TextIO:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """A folder to fill. It appears at `path`, with a manifest of its files' sizes and checksums, only when the block ends
-    without an error; whatever happens, nothing half-written stands at `path`."""
+    without an error and `check`, called last, raises none; whatever happens, nothing half-written stands at `path`."""
     beside = path.with_name(f"{UNFINISHED}{path.name}")
     shutil.rmtree(beside, ignore_errors=True)
     try:
         beside.mkdir(parents=True)
         yield beside
         write_text(beside / MANIFEST, json.dumps({"files": _checksums(beside, sync=True)}, indent=1))
+        check()
         beside.rename(path)
         _sync(path.parent)
     except BaseException as error:

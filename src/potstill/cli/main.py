@@ -102,6 +102,56 @@ def train(
     console.print(f"student: {run.model}", highlight=False, markup=False)
 
 
+@app.command()
+def launch(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe, by the path that it has on every host.")],
+    overrides: opt.Overrides = None,
+    nodes: Annotated[int, typer.Option(help="Hosts.", min=1)] = 1,
+    gpus: Annotated[int, typer.Option(help="GPUs of a host: a process each.", min=1)] = 8,
+    scheduler: Annotated[
+        Literal["slurm", "torchrun", "kubernetes"],
+        typer.Option(
+            "--for", help="slurm: a script for sbatch; torchrun: a line for each host; kubernetes: an indexed Job."
+        ),
+    ] = "torchrun",
+    time: Annotated[
+        str | None, typer.Option(help="Longest time of a job, [days-]hours:minutes:seconds; of SLURM and Kubernetes.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often to begin anew at the last checkpoint after a process died.", min=0)
+    ] = 3,
+    image: Annotated[str | None, typer.Option(help="Kubernetes: container image with potstill installed.")] = None,
+    volume: Annotated[
+        str | None,
+        typer.Option(metavar="CLAIM:/FOLDER", help="Kubernetes: shared volume, with recipe, data and run folder."),
+    ] = None,
+) -> None:
+    """Print what a cluster is given to train a recipe on many GPUs or hosts; nothing is started.
+
+    Example: potstill launch recipes/distil.yaml --nodes 8 --gpus 8 --for slurm --time 24:00:00 > job.sh
+
+    A process that dies ends all, and all begin anew at the last checkpoint. Before its time is over, a job touches RUN/stop:
+    the run saves and ends, and the job queues again until RUN/finished is there. A run that ended by a mistake of the recipe's
+    or the data's (RUN/error.json) is not started again.
+    """
+    from potstill.cli.launch import launch as printed
+
+    print(
+        printed(
+            recipe,
+            overrides or [],
+            scheduler,
+            nodes=nodes,
+            gpus=gpus,
+            time=time,
+            restarts=max_restarts,
+            image=image,
+            volume=volume,
+        ),
+        end="",
+    )
+
+
 @app.command(name="eval")
 def evaluate(
     model: opt.Model,

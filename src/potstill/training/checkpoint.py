@@ -15,11 +15,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from potstill.files import damage, new_folder, point, remove_folder, remove_unfinished, write_text
+from potstill.parallel.markers import Markers
 from potstill.training.run import Callback, Progress, Run
 from potstill.training.state import save_state
 from potstill.training.step import refuse_broken_weights
@@ -39,6 +40,7 @@ class Checkpoints:
     folder: Path
     keep: int
     warn: Callable[[str], None]
+    markers: Markers = field(init=False)  # once the run's folder is this process's
 
     def prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -52,9 +54,12 @@ class Checkpoints:
         """Oldest first."""
         return sorted(self.folder.glob("step-????????"))
 
+    def last_step(self) -> int:
+        return int(self.all()[-1].name.removeprefix("step-")) if self.all() else 0
+
     def save(self, run: Run, parts: Parts, feed: Feed) -> Path:
         path = self.at(run.step)
-        with new_folder(path) as beside:
+        with new_folder(path, self.markers.check_owner) as beside:
             parts.student.save(beside / "model")
             save_state(beside / "state", beside / "model", parts.module, parts.optimizers)
             feed.save(beside, run.data or {})

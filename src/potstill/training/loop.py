@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +15,7 @@ from potstill.config import Recipe
 from potstill.config.recipe import load_recipe
 from potstill.data import Feed, StoppedWaiting
 from potstill.parallel.mesh import refuse_many_processes
+from potstill.parallel.stop import Stop, stop_signal
 from potstill.training.checkpoint import Saver
 from potstill.training.feed import open_feed
 from potstill.training.logging import watchers
@@ -47,54 +45,31 @@ def train(
             console.print(message, style="yellow", highlight=False, markup=False)
 
     recipe, checkpoints = open_run(load_recipe(recipe), warn)
-    parts = assemble(recipe)
-    for note in parts.notes:
-        warn(note)
-    recipe, run = parts.recipe, resume(parts, checkpoints, console)
-    watching = [*watchers(recipe, console, warn), *callbacks]
-    with ExitStack() as stack:
-        stop = stack.enter_context(stop_signal())
-        feed = stack.enter_context(open_feed(parts, run, stop))
-        for note in feed.notes:
+    markers = checkpoints.markers
+    with markers.telling_errors():
+        parts = assemble(recipe)
+        for note in parts.notes:
             warn(note)
-        for teacher in parts.teachers:  # before the feed, whose threads may wait for a server
-            stack.callback(teacher.close)
-        for watcher in watching:
-            watcher.started(run)
-            stack.callback(watcher.ended, run)
-        loop = Loop(parts, run, feed, Saver(run, parts, checkpoints, feed, watching, seconds), watching, stop)
-        while run.step < run.total_steps and not run.stopped_by:
-            loop.advance()
-    if recipe.checkpoint.push_to_hub and run.step == run.total_steps:
-        _push(parts, recipe.checkpoint.push_to_hub)
+        recipe, run = parts.recipe, resume(parts, checkpoints, console)
+        watching = [*watchers(recipe, console, warn), *callbacks]
+        with ExitStack() as stack:
+            stop = stack.enter_context(stop_signal(markers.asked_to_stop))
+            feed = stack.enter_context(open_feed(parts, run, stop))
+            for note in feed.notes:
+                warn(note)
+            for teacher in parts.teachers:  # before the feed, whose threads may wait for a server
+                stack.callback(teacher.close)
+            for watcher in watching:
+                watcher.started(run)
+                stack.callback(watcher.ended, run)
+            loop = Loop(parts, run, feed, Saver(run, parts, checkpoints, feed, watching, seconds), watching, stop)
+            while run.step < run.total_steps and not run.stopped_by:
+                loop.advance()
+        if run.step == run.total_steps:
+            if recipe.checkpoint.push_to_hub:
+                _push(parts, recipe.checkpoint.push_to_hub)
+            markers.finished()
     return run
-
-
-@dataclass
-class Stop:
-    name: str | None = None  # of the first SIGTERM or SIGINT received
-
-    def __call__(self) -> bool:
-        return self.name is not None
-
-
-@contextmanager
-def stop_signal() -> Iterator[Stop]:
-    """SIGTERM and Ctrl-C end a run after the step under way, with a checkpoint. A second Ctrl-C interrupts at once."""
-    stop = Stop()
-
-    def received(number: int, frame: FrameType | None) -> None:
-        if stop.name is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.name = signal.Signals(number).name
-
-    main = threading.current_thread() is threading.main_thread()  # Python allows handlers there only
-    before = {number: signal.signal(number, received) for number in (signal.SIGTERM, signal.SIGINT) if main}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass
@@ -114,7 +89,7 @@ class Loop:
         run, device = self.run, self.parts.device
         random = random_state(device)  # of which the micro-batches of a step that is not taken draw
         try:
-            if self.stop.name:  # since the last look
+            if self.stop():  # since the last look
                 raise StoppedWaiting
             with self.clock.of("data"):
                 following = next(self.feed, None)

@@ -13,6 +13,7 @@ from potstill.config import Recipe
 from potstill.config.recipe import changed_keys, load_recipe, recipe_yaml
 from potstill.data import check_there, count_left
 from potstill.files import json_lines, lock, remove_unfinished, write_text
+from potstill.parallel.markers import Markers
 from potstill.training.checkpoint import Checkpoints
 from potstill.training.feed import count_steps
 from potstill.training.logging import EVALS, METRICS
@@ -44,6 +45,7 @@ def open_run(recipe: Recipe, warn: Callable[[str], None]) -> tuple[Recipe, Check
         for name in (RECIPE, METRICS, EVALS):  # which only the holder of the lock writes
             remove_unfinished(folder, f"*-{name}")
         checkpoints.prepare()
+        checkpoints.markers = Markers.begin(folder, checkpoints.last_step)
     except OSError as error:
         raise PotstillError(f"run: cannot write to {folder} ({error.strerror or error})") from error
     return recipe, checkpoints
