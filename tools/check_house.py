@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A room imports itself and rooms of earlier lines, never one of its own line or of a later one.
 ORDER: list[set[str]] = [
     {"types"},
-    {"extras", "files", "shipped"},
+    {"extras", "files", "shipped", "recipe_text"},
     {"config"},
     {"http_client"},
     {"text", "parallel"},

@@ -79,6 +79,12 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "`entropy_gate`": {"entropy_gate": True},
         "`dynamic_scaling`": {"dynamic_scaling": True},
     },
+    "parallel": {
+        "one process": {},
+        "`parallel.tp: 2`": {"tp": 2},
+        "`parallel.cp: 2`": {"cp": 2},
+        "`parallel.ep: 2`": {"ep": 2},
+    },
     "cache": {"beside a model or server": {}, "alone": {"alone": True}},
 }
 TABLES = [
@@ -92,6 +98,7 @@ TABLES = [
     ("Divergences and temperatures", "divergence", "temperature"),
     ("Divergences and the rest of the loss", "divergence", "loss"),
     ("Caches and whose text is trained on", "cache", "text"),
+    ("Whose text is trained on and how the work is spread", "parallel", "text"),
 ]
 
 

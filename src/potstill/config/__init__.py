@@ -26,6 +26,7 @@ from potstill.config.training import (
     LossConfig,
     LrScheduleConfig,
     OptimizerConfig,
+    ParallelConfig,
     TrainConfig,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "LossConfig",
     "LrScheduleConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "Recipe",
     "RemoteConfig",
     "RolloutsConfig",
@@ -62,6 +64,7 @@ class Recipe(Section):
     rollouts: RolloutsConfig = RolloutsConfig()
     loss: LossConfig = LossConfig()
     train: TrainConfig
+    parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig | None = None
     log: LogConfig = LogConfig()
@@ -75,7 +78,7 @@ class Recipe(Section):
 
     def _incompatible(self) -> Iterator[str]:
         for index, teacher in enumerate(self.teachers or [None]):
-            combination = Combination.of(teacher, self.loss, self.rollouts, first=index == 0)
+            combination = Combination.of(teacher, self.loss, self.rollouts, self.parallel, first=index == 0)
             yield from reasons(combination, f"teachers[{index}]")
 
     def _conflicts(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from potstill.config.models import TeacherConfig
 from potstill.config.rollouts import RolloutsConfig
 from potstill.config.sections import fixed_value
-from potstill.config.training import LossConfig
+from potstill.config.training import LossConfig, ParallelConfig
 from potstill.types import PotstillError
 
 Text = Literal["data", "student", "teacher"]
@@ -40,6 +40,10 @@ class Combination:
     text: frozenset[Text] = frozenset()  # whose is trained on; empty: not known here
     writes: bool = False  # this teacher writes some of the text
     greedy: bool = False  # text is written without sampling
+    ranks: int = 1  # processes of the run; before they are counted, 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
 
     @classmethod
     def of(
@@ -47,6 +51,7 @@ class Combination:
         teacher: TeacherConfig | None,
         loss: LossConfig,
         rollouts: RolloutsConfig | None = None,
+        parallel: ParallelConfig | None = None,
         *,
         first: bool = True,
     ) -> Combination:
@@ -66,6 +71,8 @@ class Combination:
             text = frozenset(who for who, share in zip(get_args(Text), shares, strict=True) if share)
             greedy = rollouts.sampling.temperature == 0
             made = replace(made, text=text, writes=first and "teacher" in text, greedy=greedy)
+        if parallel is not None:
+            made = replace(made, cp=parallel.cp, tp=parallel.tp, ep=parallel.ep)
         if teacher is None:
             return made
         context, method = teacher.context_column is not None, teacher.cross_tokenizer.method
@@ -178,6 +185,23 @@ RULES = (
         lambda c: c.writes and c.context_column,
         "the first teacher has a prompt of its own, which what it writes would not be an answer to: leave "
         "teachers[0].context_column out",
+    ),
+    # How the work is spread
+    Rule(
+        "parallel.tp",
+        lambda c: c.tp > 1,
+        "potstill shards a student over ranks with rows of their own (FSDP2) so far, and not its matrices: leave tp out",
+    ),
+    Rule(
+        "parallel.cp",
+        lambda c: c.cp > 1,
+        "potstill shards a student over ranks with rows of their own (FSDP2) so far, and not its positions: leave cp out",
+    ),
+    Rule(
+        "parallel.ep",
+        lambda c: c.ep > 1,
+        "potstill shards a student over ranks with rows of their own (FSDP2) so far, and not its experts by number: leave ep "
+        "out",
     ),
     # What the signal holds
     Rule(

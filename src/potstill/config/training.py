@@ -130,6 +130,19 @@ class TrainConfig(Section):
         return self.micro_batch_size or self.batch_size
 
 
+class ParallelConfig(Section):
+    """How the student is spread over the processes that torchrun starts; docs/scaling.md. The product of all but ep is their
+    number, less the ranks that teachers have of their own."""
+
+    dp_replicate: Positive = key(1, "copies of the student, each sharded over dp_shard ranks (HSDP)")
+    dp_shard: Positive | Literal["auto"] = key(
+        "auto", "ranks over which a copy is sharded (FSDP2), each with other rows; auto: what is left of the processes"
+    )
+    cp: Positive = key(1, "context parallel: ranks that share the positions of each row")
+    tp: Positive = key(1, "tensor parallel: ranks that share each matrix, within a host")
+    ep: Positive = key(1, "expert parallel: ranks that share the experts of a mixture; of dp_shard × tp")
+
+
 class CheckpointConfig(Section):
     """What is saved, and how a run goes on. A checkpoint is also written at the end, when the run is stopped, and when an
     evaluation is the best so far."""

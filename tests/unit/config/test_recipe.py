@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from potstill.config import Recipe
 from potstill.config.foreign_names import OUR_NAMES
-from potstill.config.plain_yaml import read_yaml, write_yaml
 from potstill.config.recipe import changed_keys, load_recipe, read_keys, recipe_yaml
-from potstill.config.references import escaped, resolved
 from potstill.config.sections import Schedule, value_at
+from potstill.recipe_text.plain_yaml import read_yaml, write_yaml
+from potstill.recipe_text.references import escaped, resolved
 from potstill.types import PotstillError
 
 

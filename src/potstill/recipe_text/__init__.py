@@ -1,0 +1,1 @@
+"""A recipe as text: YAML without its surprises, and references from one key to another."""

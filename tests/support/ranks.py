@@ -1,0 +1,138 @@
+"""Real processes over gloo, kept for the whole test session: importing torch and transformers takes longer than most tests.
+
+    found = on_ranks(2, work, "argument")    # what work("argument") gave on rank 0 and on rank 1
+
+`work` is a function of a module that can be imported (a test's own will do). While it runs there is a process group of that
+many ranks, and torchrun's environment; so `potstill.parallel.mesh.world` finds its ranks, and `potstill.train` its world.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+MOST = 4
+LAST_WORDS = 20.0  # seconds that the others have once a rank failed: gloo tells them when its group is gone
+
+
+class RankFailed(AssertionError):
+    """With the rank's number and its traceback."""
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+
+
+_workers: list[_Worker] = []
+
+
+def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> list[Any]:
+    """What `work(*arguments)` gives on each of `world` ranks. Nobody's error is lost: that of the lowest rank that failed is
+    raised, and processes that died or hang are replaced for the next call."""
+    assert 1 <= world <= MOST
+    _start(world)
+    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    try:
+        for rank in range(world):
+            message = pickle.dumps((work, arguments))
+            _workers[rank].pipe.send_bytes(
+                pickle.dumps((list(sys.path), os.getcwd(), rank, world, str(folder / "meet"), message))
+            )
+        answers = _answers(world, timeout)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    failed = {rank: answer[1] for rank, answer in answers.items() if not answer[0]}
+    if failed:
+        raise RankFailed("\n".join(f"rank {rank} of {world}: {said}" for rank, said in sorted(failed.items())))
+    return [pickle.loads(answers[rank][1]) for rank in range(world)]
+
+
+def _start(world: int) -> None:
+    context = get_context("spawn")
+    while len(_workers) < world:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        _workers.append(_Worker(process, ours))
+
+
+def _answers(world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+    """(True, pickled value) or (False, traceback) of each rank."""
+    found: dict[int, tuple[bool, Any]] = {}
+    end = time.monotonic() + timeout
+    while len(found) < world:
+        pipes = {_workers[rank].pipe: rank for rank in range(world) if rank not in found}
+        ready = wait(list(pipes), max(0.0, end - time.monotonic()))
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            try:
+                answer = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                answer = (False, f"its process died (exit code {_workers[pipes[pipe]].process.exitcode})")
+            found[pipes[pipe]] = answer
+            if not answer[0]:
+                end = min(end, time.monotonic() + LAST_WORDS)
+        if not ready:
+            break
+    if len(found) < world or any("its process died" in str(said) for good, said in found.values() if not good):
+        late = {rank: (False, "gave no answer in time") for rank in range(world) if rank not in found}
+        _stop()
+        return found | late
+    return found
+
+
+@atexit.register
+def _stop() -> None:
+    for worker in _workers:
+        worker.process.kill()
+        worker.process.join()
+        worker.pipe.close()
+    _workers.clear()
+
+
+def _serve(pipe: Connection) -> None:
+    """One process of the pool."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    environment = dict(os.environ)
+    while True:
+        try:
+            sys.path[:], folder, rank, world, meet, message = pickle.loads(pipe.recv_bytes())
+        except EOFError:  # the session is over
+            return
+        os.chdir(folder)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        try:
+            work, arguments = pickle.loads(message)
+            if world > 1:
+                dist.init_process_group(
+                    "gloo", f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+                )
+            answer = (True, pickle.dumps(work(*arguments)))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            os.environ.clear()
+            os.environ.update(environment)
+        pipe.send_bytes(pickle.dumps(answer))
