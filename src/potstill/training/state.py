@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Muon, Optimizer
 
 from potstill.models import quiet
-from potstill.parallel.mesh import rank
+from potstill.parallel.mesh import ranks
 from potstill.types import PotstillError
 
 FILE_BYTES = 1 << 28  # of one file, since each is put together in memory
@@ -121,7 +121,7 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def _random_tensors(device: torch.device) -> dict[str, Tensor]:
-    return {f"random.rank{rank()}.{key}": value for key, value in random_state(device).items()}
+    return {f"random.rank{ranks().rank}.{key}": value for key, value in random_state(device).items()}
 
 
 def _slots(module: nn.Module, optimizers: Sequence[Optimizer]) -> Slots:

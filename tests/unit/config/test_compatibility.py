@@ -279,6 +279,6 @@ def _configs(keys: dict[str, Any]) -> tuple[TeacherConfig, LossConfig, RolloutsC
 
 def test_every_rule_refuses_something() -> None:
     broken = {rule for rules in every_combination().values() for rule in rules}
-    pairs = product(*(TOOL.AXES[axis].values() for axis in ("signal", "divergence", "text", "loss")))
+    pairs = product(*(TOOL.AXES[axis].values() for axis in ("signal", "divergence", "text", "loss", "parallel")))
     broken |= {rule for fields in pairs for rule in refusals(TOOL.combined(*fields))}
     assert broken == set(RULES)
