@@ -5,11 +5,12 @@ B rows, L positions, N loss rows, V vocabulary, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from potstill.models.libraries import quiet
 from potstill.types import Batch, Head, HiddenTarget, PotstillError
+
+
+class HiddenSource(Protocol):
+    """Where a model's hidden states come from, if it is not computed whole in this process."""
+
+    ahead: bool  # asked on the thread that prepares the next step: it does not need this process's device
+
+    def begin(self, batch: Batch, positions: Tensor) -> Callable[[], Tensor]:
+        """As `LanguageModel.begin`."""
+        ...
 
 
 @dataclass
@@ -30,6 +41,7 @@ class LanguageModel:
     rows: int | None = None  # of its head, that it gives logits for; None: all
     notes: Sequence[str] = ()  # what its user should know
     processor: Mapping[str, str] = field(default_factory=dict)  # files that say how images become its input, by name
+    placed: HiddenSource | None = None  # where it is computed; None: here, whole
 
     def save(self, folder: Path) -> None:
         """As a folder that transformers loads."""
@@ -44,9 +56,24 @@ class LanguageModel:
         for name, text in self.processor.items():
             (folder / name).write_text(text, encoding="utf-8")
 
+    @property
+    def ahead(self) -> bool:
+        """Whether it is best asked on the thread that prepares the next step."""
+        return self.placed is not None and self.placed.ahead
+
+    def begin(self, batch: Batch, positions: Tensor) -> Callable[[], Tensor]:
+        """Ask for the last hidden states [N, H] at flat positions of the batch; what is given back waits for them. In this
+        process they are computed then."""
+        self._check_ids(batch)
+        if self.placed is not None:
+            return self.placed.begin(batch, positions)
+        return partial(self._computed, batch, positions)
+
     def hidden(self, batch: Batch, positions: Tensor) -> Tensor:
         """Last hidden states [N, H] at flat positions of the batch."""
-        self._check_ids(batch)
+        return self.begin(batch, positions)().to(batch.input_ids.device)
+
+    def _computed(self, batch: Batch, positions: Tensor) -> Tensor:
         limit, lengths = self.short_positions, [len(example.ids) for example in batch.examples]
         if limit is None or batch.packed or len({length > limit for length in lengths}) < 2:
             states = hidden_states(self.model, batch, self.masks)
@@ -64,6 +91,12 @@ class LanguageModel:
         if self.rows is not None:
             width = self.rows if width is None else min(width, self.rows)
         return Head(module.weight[:width], None if bias is None else bias[:width], **self.head)
+
+    @property
+    def device(self) -> torch.device:
+        """Of its head, which is whole on every rank that reads with it."""
+        device: torch.device = self.model.get_output_embeddings().weight.device
+        return device
 
     @property
     def positions(self) -> int | None:

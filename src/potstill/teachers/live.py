@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from potstill.data import collate
 from potstill.models import LanguageModel
@@ -29,18 +30,31 @@ class LiveModel(SignalSource):
 
     def read(self, batch: Batch, compute: bool) -> Reading:
         if self._reader is None:
-            return Reading(batch.examples)
+            return Reading(batch.examples, batch)
         examples = self._reader(batch.examples)
         return Reading(examples, collate([[example] for example in examples], pad_id=0))
 
+    def prepare(self, reading: Reading, asked: Sequence[Asked]) -> list[Signal]:
+        if not self.language_model.ahead:
+            return []
+        assert reading.batch is not None
+        return [Signal(begun=self._begin(reading.batch, asked))]
+
     def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], host: Sequence[Signal]) -> list[Signal]:
-        positions = batch.rows.teacher
-        if reading.batch is not None:
-            batch, width = reading.batch.to(positions.device), reading.batch.input_ids.shape[1]
-            places = np.concatenate([one.document * width + one.place - 1 for one in asked])
-            positions = torch.from_numpy(places).to(positions.device)
-        hidden = self.language_model.hidden(batch, positions).split([len(one.place) for one in asked])
+        device = batch.input_ids.device
+        assert reading.batch is not None
+        there = batch if self._reader is None else reading.batch.to(device)
+        begun = host[0].begun if host else self._begin(there, asked)
+        assert begun is not None
+        hidden = begun().to(device).split([len(one.place) for one in asked])
         return [Signal(self.language_model.at_rows(part, self._width)) for part in hidden]
+
+    def _begin(self, batch: Batch, asked: Sequence[Asked]) -> Callable[[], Tensor]:
+        if self._reader is None:
+            return self.language_model.begin(batch, batch.rows.teacher)
+        width = batch.input_ids.shape[1]
+        places = np.concatenate([one.document * width + one.place - 1 for one in asked])
+        return self.language_model.begin(batch, torch.from_numpy(places).to(batch.input_ids.device))
 
 
 def live_teacher(language_model: LanguageModel, width: int, name: str, weight: float = 1.0) -> Teacher[LiveModel]:

@@ -7,7 +7,7 @@ U tokens that a teacher is asked about, N rows of the student's batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,7 +49,7 @@ class Reading:
     """The documents of a batch as the teacher reads them."""
 
     examples: Sequence[Example]  # in the teacher's tokens
-    batch: Batch | None = None  # the same, laid out for a model; None: as in the student's batch
+    batch: Batch | None = None  # the same, laid out for a model
     documents: Sequence[Document] = ()  # the same, with what is stored of them
 
 
@@ -60,6 +60,7 @@ class Signal:
     target: HiddenTarget | LogitsTarget | TopKTarget | SampledTarget | None = None  # None: no distribution is known
     token_logprobs: Tensor | None = None  # [U]; of the tokens that were there
     hidden: Tensor | None = None  # [U, H]; on the host, in place of the target: the head is on the device
+    begun: Callable[[], Tensor] | None = None  # waits for the hidden states of all that is asked
 
 
 class SignalSource(ABC):
