@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER: list[set[str]] = [
     {"types"},
     {"extras", "files", "shipped", "recipe_text"},
+    {"storage"},
     {"config"},
     {"http_client"},
     {"text", "parallel"},

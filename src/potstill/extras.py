@@ -6,8 +6,11 @@ from potstill.types import PotstillError
 
 # As in pyproject.toml; a test compares them.
 EXTRAS = {
+    "gcs": ("gcsfs",),
+    "http": ("aiohttp", "requests"),
     "import": ("array-record", "protobuf"),
     "quant": ("bitsandbytes",),
+    "s3": ("s3fs",),
     "serve": ("starlette", "uvicorn"),
     "wandb": ("wandb",),
 }

@@ -14,7 +14,9 @@ class SourceConfig(Section):
     `text`, `prompt` with `completion`, and `messages` (none of them: the column named text)."""
 
     files: str | list[str] | None = key(
-        None, "jsonl (also .jsonl.gz), json, parquet, arrow or txt files: paths, globs, `shipped:NAME`"
+        None,
+        "jsonl (also .jsonl.gz), json, parquet, arrow or txt files: paths, globs, `shipped:NAME`, or addresses, also "
+        "with globs (`s3://`, `gs://`, `hf://datasets/…`, `https://` and whatever else fsspec reads)",
     )
     dataset: str | None = key(None, "a Hugging Face data set: hub name, or a folder that datasets wrote")
     name: str | None = key(None, "with `dataset`: its configuration")

@@ -1,4 +1,4 @@
-"""Where records come from: jsonl, json, parquet, arrow and txt files, and Hugging Face data sets.
+"""Where records come from: jsonl, json, parquet, arrow and txt files, here or elsewhere, and Hugging Face data sets.
 
 A source gives its records in an order that depends on (seed, epoch) alone, and can begin again at any of them: a
 position is (part, record), where a part is a file in the epoch's order, or the one data set.
@@ -7,7 +7,6 @@ position is (part, record), where a part is a file in the epoch's order, or the 
 from __future__ import annotations
 
 import difflib
-import glob
 import gzip
 import hashlib
 import json
@@ -23,6 +22,7 @@ import pyarrow.parquet as pq
 
 from potstill.config import SourceConfig
 from potstill.shipped import locate
+from potstill.storage import is_address, matching, open_binary, size, suffix
 from potstill.types import PotstillError
 
 Record = dict[str, Any]
@@ -86,11 +86,11 @@ class Source:
         offered = self.config.tools is None or start != (0, 0)
         for part in range(start[0], len(order)):
             path = self._paths[int(order[part])]
-            suffix, skip = _suffix(path), start[1] if part == start[0] else 0
+            kind, skip = suffix(path), start[1] if part == start[0] else 0
             with _reading(f"{self.key}.files: {path}"):
-                for number, record, where in READERS[suffix](path, skip, self):
+                for number, record, where in READERS[kind](path, skip, self):
                     offered = offered or self.config.tools in record
-                    record = self._without_padding(record) if suffix in COLUMNAR else self._with_tools(record)
+                    record = self._without_padding(record) if kind in COLUMNAR else self._with_tools(record)
                     self.check_columns(record, where)
                     yield record, where, (part, number)
         if not offered:
@@ -118,17 +118,17 @@ class Source:
         if self.config.dataset is not None:
             rows = len(self._opened(self.config.dataset))
             return f"{rows} rows, {self._dataset_fingerprint}"
-        files = [(os.path.basename(path), os.path.getsize(path), self._rows_of(path)) for path in self._paths]
+        files = [(os.path.basename(path), size(path), self._rows_of(path)) for path in self._paths]
         digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]
         total = sum(size for _, size, _ in files)
         return f"{len(files)} {'file' if len(files) == 1 else 'files'} of {total} bytes, {digest}"
 
     def _rows_of(self, path: str) -> int | None:
         """Of a parquet file, which says so in its last bytes."""
-        if _suffix(path) != ".parquet":
+        if suffix(path) != ".parquet":
             return None
-        with _reading(f"{self.key}.files: {path}"):
-            return int(pq.read_metadata(path).num_rows)
+        with _reading(f"{self.key}.files: {path}"), _parquet(path) as file:
+            return int(file.metadata.num_rows)
 
     def _opened(self, name: str) -> Any:
         if self._dataset is None:
@@ -214,37 +214,18 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _paths(files: str | list[str], key: str) -> list[str]:
-    found: list[str] = []
-    for pattern in [files] if isinstance(files, str) else files:
-        path = os.path.expanduser(locate(pattern))
-        if os.path.isdir(path):
-            raise PotstillError(
-                f"{key}.files: {pattern} is a folder; give its files with a glob, such as {pattern}/*.jsonl"
-            )
-        if os.path.exists(path):
-            found.append(path)
-            continue
-        if not glob.has_magic(path):
-            raise PotstillError(f"{key}.files: there is no file {pattern} (looked in {os.path.abspath(path)})")
-        matches = [match for match in sorted(glob.glob(path, recursive=True)) if os.path.isfile(match)]
-        if not matches:
-            raise PotstillError(f"{key}.files: no file matches {pattern} (looked in {os.path.abspath(path)})")
-        found.extend(matches)
+    patterns = [files] if isinstance(files, str) else files
+    found = [path for pattern in patterns for path in matching(pattern, f"{key}.files")]
     for path in found:
-        if _suffix(path) not in READERS:
+        if suffix(path) not in READERS:
             raise PotstillError(f"{key}.files: {path} is of no known kind; known by their ending: {', '.join(READERS)}")
     if not found:
         raise PotstillError(f"{key}.files is empty; name at least one file")
     return found
 
 
-def _suffix(path: str) -> str:
-    stem, ending = os.path.splitext(path)
-    return os.path.splitext(stem)[1] + ending if ending == ".gz" else ending
-
-
 def _read_lines(path: str, skip: int, source: Source) -> Records:
-    with gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb") as file:
+    with open_binary(path) as opened, gzip.open(opened) if suffix(path).endswith(".gz") else opened as file:
         number = 0
         for line_number, line in enumerate(file, 1):
             if line_number == 1:
@@ -273,7 +254,7 @@ def _record(value: Any, where: str) -> Record:
 
 def _read_json(path: str, skip: int, source: Source) -> Records:
     """A `.json` file is lines of records, or one list of them, which is read whole."""
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
         head = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not head.startswith(b"["):
             yield from _read_lines(path, skip, source)
@@ -292,7 +273,7 @@ def _read_text(path: str, skip: int, source: Source) -> Records:
     """A `.txt` file is one document."""
     if skip:
         return
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
         data = file.read()
     try:
         yield 0, {"text": data.decode()}, path
@@ -300,8 +281,14 @@ def _read_text(path: str, skip: int, source: Source) -> Records:
         raise PotstillError(f"{path} is not UTF-8 ({first_line(error)}); save it as UTF-8") from error
 
 
+def _parquet(path: str) -> pq.ParquetFile:
+    if not is_address(path):
+        return pq.ParquetFile(path)
+    return pq.ParquetFile(open_binary(path), pre_buffer=True)  # a few large requests, where each costs a round trip
+
+
 def _read_parquet(path: str, skip: int, source: Source) -> Records:
-    with pq.ParquetFile(path) as file:
+    with _parquet(path) as file:
         source.check_columns(file.schema_arrow.names, path)
         first = 0
         for group in range(file.num_row_groups):
@@ -313,7 +300,8 @@ def _read_parquet(path: str, skip: int, source: Source) -> Records:
 
 
 def _read_arrow(path: str, skip: int, source: Source) -> Records:
-    with pa.memory_map(path) as file:  # a batch may be as large as the file: it is not held, but paged in and out
+    # A batch may be as large as the file: from a disk it is not held, but paged in and out.
+    with pa.PythonFile(open_binary(path), "r") if is_address(path) else pa.memory_map(path) as file:
         try:
             reader: Any = pa.ipc.open_file(file)
             batches: Iterator[pa.RecordBatch] = (reader.get_batch(i) for i in range(reader.num_record_batches))

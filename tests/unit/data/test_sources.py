@@ -4,15 +4,21 @@ import gzip
 import json
 import os
 import random
+import sys
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import HfFileSystem
 
 from potstill.config import SourceConfig
 from potstill.data.sources import Source
+from potstill.extras import EXTRAS
 from potstill.types import PotstillError
 
 TEXTS = [f"text {i} é" for i in range(700)]
@@ -374,3 +380,84 @@ def test_only_some_records_have_tools(tmp_path: Path) -> None:
         PotstillError, match=r"data.sources\[0\].tools: no record has a column functions; leave tools out"
     ):
         texts(source(files=str(path), messages="chat", tools="functions"), column="chat")
+
+
+@pytest.fixture
+def bucket() -> Iterator[Any]:
+    """A store in memory, which fsspec reads as it reads others."""
+    files = fsspec.filesystem("memory")
+    yield files
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_gives_every_format_as_a_disk_does(tmp_path: Path, bucket: Any, kind: str) -> None:
+    path = write(tmp_path, kind, [{"number": i, "text": text} for i, text in enumerate(TEXTS)])
+    address = f"memory://bucket/{path.name}"
+    bucket.pipe(address, path.read_bytes())
+    here, there = source(files=str(path)), source(files=address)
+    assert texts(there) == TEXTS
+    for start in (0, 99, 300, 699, 700):
+        assert texts(there, start=(0, start)) == TEXTS[start:]
+    assert there.fingerprint() == here.fingerprint()
+    assert next(there.records(0))[1].startswith(f"{address}, ")
+
+
+def test_a_glob_over_a_store_has_an_order_of_its_own(tmp_path: Path, bucket: Any) -> None:
+    for name in ("c.txt", "a.txt", "b.txt", "deep/d.txt"):
+        bucket.pipe(f"memory://bucket/{name}", name.encode())
+    assert texts(source(files="memory://bucket/*.txt")) == ["a.txt", "b.txt", "c.txt"]
+    assert texts(source(files=["memory://bucket/**/d.txt", "memory://bucket/a.txt"])) == ["deep/d.txt", "a.txt"]
+    shuffled = [texts(source(shuffle=True, seed=seed, files="memory://bucket/*.txt")) for seed in range(8)]
+    assert {tuple(sorted(each)) for each in shuffled} == {("a.txt", "b.txt", "c.txt")} and len(
+        set(map(tuple, shuffled))
+    ) > 1
+
+
+def test_files_inside_an_archive_of_a_store(tmp_path: Path, bucket: Any) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name in ("one.jsonl", "two.jsonl"):
+            archive.writestr(f"texts/{name}", json.dumps({"text": name}))
+    bucket.pipe("memory://bucket/a.zip", (tmp_path / "a.zip").read_bytes())
+    assert texts(source(files="zip://texts/*.jsonl::memory://bucket/a.zip")) == ["one.jsonl", "two.jsonl"]
+
+
+def test_damage_in_a_store_is_told_like_any_other(bucket: Any) -> None:
+    bucket.pipe("memory://bucket/a.parquet", b"PAR1 and no more")
+    with pytest.raises(PotstillError, match=r"^data.sources\[0\].files: memory://bucket/a.parquet cannot be read: "):
+        texts(source(files="memory://bucket/a.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ("memory://bucket/none.jsonl", "there is no file memory://bucket/none.jsonl"),
+        ("memory://bucket/*.parquet", "no file matches memory://bucket/*.parquet"),
+        ("memory://bucket/folder", "is a folder; give its files with a glob, such as memory://bucket/folder/*.jsonl"),
+        ("memory://bucket/a.bin", "memory://bucket/a.bin is of no known kind"),
+        ("nowhere://bucket/a.jsonl", "cannot look for nowhere://bucket/a.jsonl: Protocol not known: nowhere"),
+    ],
+)
+def test_what_a_store_does_not_have_is_one_sentence(bucket: Any, files: str, sentence: str) -> None:
+    for name in ("folder/a.jsonl", "a.bin"):
+        bucket.pipe(f"memory://bucket/{name}", b"{}")
+    with pytest.raises(PotstillError) as caught:
+        source(files=files)
+    assert str(caught.value).startswith("data.sources[0].files: ") and sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(("scheme", "extra"), [("s3", "s3"), ("gs", "gcs"), ("https", "http")])
+def test_a_store_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch, scheme: str, extra: str) -> None:
+    for package in (name for names in EXTRAS.values() for name in names):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(PotstillError, match=rf"^reading {scheme}:// needs {' and '.join(EXTRAS[extra])}: pip install"):
+        source(files=f"{scheme}://bucket/a.jsonl")
+
+
+def test_the_hub_is_a_store(monkeypatch: pytest.MonkeyPatch, bucket: Any) -> None:
+    """`hf://` is read by huggingface_hub's own file system, here with a repository in memory."""
+    bucket.pipe("memory://datasets/org/name/data/a.jsonl", b'{"text": "from the hub"}')
+    for method in ("glob", "isfile", "size", "open"):
+        monkeypatch.setattr(HfFileSystem, method, lambda self, path, *a, to=method: getattr(bucket, to)(f"/{path}", *a))
+    assert texts(source(files="hf://datasets/org/name/data/*.jsonl")) == ["from the hub"]
