@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
@@ -106,10 +107,11 @@ class Head:
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
     logit_scale: float = 1.0
+    group: dist.ProcessGroup | None = None  # the ranks that share its ids, each holding a slice, in the ranks' order
 
     @property
     def width(self) -> int:
-        """How many ids it is over."""
+        """How many ids it is over, on this rank."""
         return self.weight.shape[0]
 
     def to(self, device: torch.device) -> Head:

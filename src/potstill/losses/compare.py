@@ -11,6 +11,7 @@ from torch import Tensor
 from potstill.losses.dense import log_probs, target_logits
 from potstill.losses.divergences import LOG_FLOOR
 from potstill.losses.rows import CHUNK_BYTES
+from potstill.parallel.vocab import VocabShard, shard_targets
 from potstill.types import (
     ChunkTarget,
     Dense,
@@ -38,13 +39,16 @@ class RowStats:
 @torch.no_grad()
 def compare_rows(student: HiddenTarget, labels: Tensor, teacher: Target | None) -> RowStats:
     """Compare the student and a teacher at N rows, in chunks."""
+    given = [] if teacher is None else [(1.0, teacher)]
+    shard, cut, _ = shard_targets(student.width, given, student.head.group, labels.device)
     parts: list[tuple[Tensor | None, ...]] = []
-    for rows in _chunks(max(1, len(labels)), student.width):
+    for rows in _chunks(max(1, len(labels)), shard.widest):
         label, logits = labels[rows, None], target_logits(student, rows)
-        logq = log_probs(logits)
-        best, top = logq.max(-1)
-        nll, correct = -logq.gather(-1, label).squeeze(-1), (top == label.squeeze(-1)).float()
-        parts.append((nll, best.exp(), correct, -(logq.exp() * logq).sum(-1), *_against(teacher, rows, logits)))
+        logq = log_probs(logits, shard)
+        best, top = shard.first_choice(logq)
+        entropy, nll = shard.total(-(logq.exp() * logq).sum(-1), -shard.gather(logq, label, 0.0).squeeze(-1))
+        correct = (top == label.squeeze(-1)).float()
+        parts.append((nll, best.exp(), correct, entropy, *_against(cut[0][1] if cut else None, rows, logits, shard)))
     columns = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
     return RowStats(*columns)  # type: ignore[arg-type]
 
@@ -54,46 +58,56 @@ def _chunks(rows: int, width: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
-def _against(teacher: Target | None, rows: slice, logits: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _against(
+    teacher: Target | None, rows: slice, logits: Tensor, shard: VocabShard
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The teacher's entropy, KL(P‖Q) and whether both like the same token best."""
-    if not isinstance(teacher, Dense | TopKTarget | SampledTarget):
+    if isinstance(teacher, Dense):
+        logp = log_probs(target_logits(teacher, rows, shard=shard), shard)
+        logq = log_probs(logits[:, : logp.shape[1]], shard)
+        agree = (shard.first_choice(logp)[1] == shard.first_choice(logq)[1]).float()
+        entropy, kl = shard.total(-(logp.exp() * logp).sum(-1), (logp.exp() * (logp - logq)).sum(-1))
+        return entropy, kl, agree
+    if not isinstance(teacher, TopKTarget | SampledTarget):
         return None, None, None  # there is none, its tokens are others, or it has no distribution
-    logq = log_probs(logits[:, : teacher.width])
-    best = logq.argmax(-1)
+    if (width := shard.held(teacher.width)) < shard.size:
+        logits = torch.nn.functional.pad(logits[:, :width], (0, shard.size - width), value=-torch.inf)
+    logq, ids = log_probs(logits, shard), teacher.ids[rows]
+    kept = shard.lookup(logq, ids, LOG_FLOOR)
     if isinstance(teacher, SampledTarget):
         if teacher.entropy is None:
             return None, None, None
         entropy = teacher.entropy[rows].float()
-        return entropy, -(teacher.weights[rows] * logq.gather(-1, teacher.ids[rows])).sum(-1) - entropy, None
-    if isinstance(teacher, TopKTarget):
-        ids, logprobs = teacher.ids[rows], teacher.logprobs[rows]
-        rest = logq.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-        kept = logq.gather(-1, ids)
-        if teacher.absent is not None:
-            kept = kept.masked_fill(teacher.absent[rows], -torch.inf)
-        logq = torch.cat([kept, rest], -1).clamp_(min=LOG_FLOOR)
-        logp = torch.cat([logprobs, teacher.tail[rows, None]], -1).float().clamp_(min=LOG_FLOOR)
-        top = ids.gather(-1, logprobs.argmax(-1, keepdim=True)).squeeze(-1)
-    else:
-        logp = log_probs(target_logits(teacher, rows))
-        top = logp.argmax(-1)
+        return entropy, -(teacher.weights[rows] * kept).sum(-1) - entropy, None
+    best, logprobs = shard.first_choice(logq)[1], teacher.logprobs[rows]
+    if teacher.absent is not None:
+        kept = kept.masked_fill(teacher.absent[rows], -torch.inf)
+    rest = shard.logsumexp(shard.drop_(logq, ids))[:, None]
+    logq = torch.cat([kept, rest], -1).clamp_(min=LOG_FLOOR)
+    logp = torch.cat([logprobs, teacher.tail[rows, None]], -1).to(logq.dtype).clamp_(min=LOG_FLOOR)
+    top = ids.gather(-1, logprobs.argmax(-1, keepdim=True)).squeeze(-1)
     return -(logp.exp() * logp).sum(-1), (logp.exp() * (logp - logq)).sum(-1), (top == best).float()
 
 
 def of_chunks(
-    target: Dense, labels: Tensor, found: Callable[[Tensor, Tensor], Tensor], temperature: float = 1.0
+    target: Dense, labels: Tensor, found: Callable[[Tensor, Tensor, VocabShard], Tensor], temperature: float = 1.0
 ) -> Tensor:
     """What is found [N] from a dense target's log-probabilities and the labels, chunk by chunk."""
+    group = target.head.group if isinstance(target, HiddenTarget) else None
+    shard, _, _ = shard_targets(target.width, (), group, labels.device)
     parts = [torch.zeros(0, device=labels.device)]
-    for rows in _chunks(len(labels), target.width):
-        parts.append(found(log_probs(target_logits(target, rows) / temperature), labels[rows, None]))
+    for rows in _chunks(len(labels), shard.widest):
+        logp = log_probs(target_logits(target, rows) / temperature, shard)
+        parts.append(found(logp, labels[rows, None], shard))
     return torch.cat(parts)
 
 
 @torch.no_grad()
 def label_logprobs(target: Dense, labels: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities [N] of given ids at a dense target's N rows, in chunks."""
-    return of_chunks(target, labels, lambda logp, label: logp.gather(-1, label).squeeze(-1), temperature)
+    """Log-probabilities [N] of given ids at a dense target's N rows, in chunks; LOG_FLOOR for one that it lacks."""
+    return of_chunks(
+        target, labels, lambda logp, label, shard: shard.lookup(logp, label, LOG_FLOOR).squeeze(-1), temperature
+    )
 
 
 @torch.no_grad()

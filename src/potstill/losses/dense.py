@@ -22,11 +22,7 @@ MARGINAL_BYTES = 32 * 2**20  # of the teacher's probabilities that are summed up
 
 
 def target_logits(
-    target: Dense,
-    rows: slice,
-    out: Tensor | None = None,
-    temperature: float = 1.0,
-    shard: VocabShard | None = None,
+    target: Dense, rows: slice, out: Tensor | None = None, temperature: float = 1.0, shard: VocabShard | None = None
 ) -> Tensor:
     """A dense teacher's logits at some rows, of this rank's ids. The mean of several is one at a temperature."""
     if isinstance(target, HiddenTarget):
@@ -155,6 +151,6 @@ def _marginalise_odd(
     out[where] = mass[:, :width].clamp_(min=math.exp(-UNLIKELY)).log_().add_(level)
 
 
-def log_probs(logits: Tensor) -> Tensor:
+def log_probs(logits: Tensor, shard: VocabShard | None = None) -> Tensor:
     """log softmax, floored: see divergences.LOG_FLOOR."""
-    return torch.log_softmax(logits, -1).clamp_(min=LOG_FLOOR)
+    return (torch.log_softmax(logits, -1) if shard is None else shard.log_softmax(logits)).clamp_(min=LOG_FLOOR)

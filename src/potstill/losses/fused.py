@@ -241,9 +241,8 @@ class _Fused(torch.autograd.Function):
             raise RuntimeError("the loss went backward a second time: the first time needs retain_graph=True")
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         if not kept:
-            ctx.gradients = (
-                None  # nobody needs them again: a head's is large, so it is handed out and scaled where it is
-            )
+            # Nobody needs them again: a head's is large, so it is handed out and scaled where it is.
+            ctx.gradients = None
         scale = torch.mul if kept else Tensor.mul_
         return (None, None, None, *(None if g is None else scale(g, grad_loss.to(g.dtype)) for g in gradients))
 

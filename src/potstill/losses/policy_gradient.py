@@ -88,5 +88,4 @@ def chosen_logprobs(target: Target, labels: Tensor) -> Tensor:
             f"DenseTarget, not a {type(target).__name__}"
         )
     with torch.autocast(labels.device.type, enabled=False):
-        logprobs = label_logprobs(target, labels.clamp(max=target.width - 1))
-    return torch.where(labels < target.width, logprobs, LOG_FLOOR)
+        return label_logprobs(target, labels)

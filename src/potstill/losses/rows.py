@@ -248,11 +248,7 @@ class TopKRows(Comparison):
         kept = shard.gather(z, ids, -math.inf)
         if absent is not None:
             kept = kept.masked_fill(absent, -math.inf)
-        where, inside = shard.local(ids)
-        if inside is None:
-            z.scatter_(-1, where, -math.inf)
-        else:  # ids of other ranks must not overwrite a column here
-            z.scatter_reduce_(-1, where, torch.where(inside, -math.inf, math.inf).to(z.dtype), "amin")
+        shard.drop_(z, ids)
         kept_largest, rest_largest = shard.largest(_largest(kept), _largest(z))
         largest = torch.maximum(kept_largest, rest_largest)
         kept = kept - largest[:, None]
@@ -287,9 +283,8 @@ class TopKRows(Comparison):
         there = torch.ones_like(logq[:, :-1]) if target.absent is None else (~target.absent[rows]).to(logq.dtype)
         present = torch.cat([there, (tail > -math.inf).to(logq.dtype)], -1)
         _, inside = shard.local(target.ids[rows])
-        if (
-            inside is not None
-        ):  # a bucket counts on the rank that holds its id; the rest on the first, though all need it
+        if inside is not None:
+            # A bucket counts on the rank that holds its id; the rest on the first, though all need it.
             here = torch.cat([inside, torch.ones_like(inside[:, :1])], -1)
             logp, logq, p, q, present = (x.masked_fill(~here, 0.0) for x in (logp, logq, p, q, present))
 

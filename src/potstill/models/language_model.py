@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from potstill.models.libraries import quiet
+from potstill.parallel.vocab import shard_targets, sliced
 from potstill.types import Batch, Head, HiddenTarget, PotstillError
 
 
@@ -42,6 +44,7 @@ class LanguageModel:
     notes: Sequence[str] = ()  # what its user should know
     processor: Mapping[str, str] = field(default_factory=dict)  # files that say how images become its input, by name
     placed: HiddenSource | None = None  # where it is computed; None: here, whole
+    group: dist.ProcessGroup | None = None  # the ranks that share the vocabulary: each has a slice of the head
 
     def save(self, folder: Path) -> None:
         """As a folder that transformers loads."""
@@ -87,10 +90,17 @@ class LanguageModel:
 
     def output_head(self, width: int | None = None) -> Head:
         module = self.model.get_output_embeddings()
-        bias = module.bias if isinstance(module, nn.Linear) else None
+        bias: Tensor | None = module.bias if isinstance(module, nn.Linear) else None
         if self.rows is not None:
             width = self.rows if width is None else min(width, self.rows)
-        return Head(module.weight[:width], None if bias is None else bias[:width], **self.head)
+        weight, bias, width = sliced(module.weight, bias, width, self.group)
+        return Head(weight[:width], None if bias is None else bias[:width], **self.head, group=self.group)
+
+    def logits(self, hidden: Tensor, width: int | None = None) -> Tensor:
+        """Over all of its first `width` ids, on every rank."""
+        head = self.output_head(width)
+        shard, _, _ = shard_targets(head.width, (), head.group, hidden.device)
+        return shard.whole(head.logits(hidden))
 
     @property
     def device(self) -> torch.device:

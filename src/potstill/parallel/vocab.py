@@ -6,6 +6,7 @@ is the same on every rank, so nothing is reduced in the backward pass but the gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -77,6 +78,85 @@ class VocabShard:
         columns, inside = self.local(ids)
         values = logits.gather(-1, columns)
         return values if inside is None else values.masked_fill(~inside, elsewhere)
+
+    def lookup(self, values: Tensor, ids: Tensor, missing: float) -> Tensor:
+        """Values [n, k] at global ids [n, k], the same on every rank; `missing`, the least there is, at ids nobody has."""
+        if self.group is None:
+            found = values.gather(-1, ids.clamp(max=values.shape[1] - 1))
+            return torch.where(ids < values.shape[1], found, missing)
+        return self.largest(self.gather(values, ids, missing))[0]
+
+    def drop_(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """−inf at global ids, in place."""
+        columns, inside = self.local(ids)
+        if inside is None:
+            return logits.scatter_(-1, columns, -math.inf)
+        # Ids of other ranks must not overwrite a column here.
+        return logits.scatter_reduce_(-1, columns, torch.where(inside, -math.inf, math.inf).to(logits.dtype), "amin")
+
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        """[n], over the ids of all ranks."""
+        if self.group is None:
+            return logits.logsumexp(-1)
+        (largest,) = self.largest(_widened(logits).amax(-1))
+        (mass,) = self.total((logits - largest[:, None]).exp_().sum(-1))
+        return largest + mass.log()
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        return torch.log_softmax(logits, -1) if self.group is None else logits - self.logsumexp(logits)[:, None]
+
+    def first_choice(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest value of each row [n] and its global id [n]; of equal ones the first."""
+        best, place = _widened(values).max(-1)
+        if self.group is None:
+            return best, place
+        (largest,) = self.largest(best)
+        (before,) = self.largest(-torch.where(best == largest, place + self.start, torch.iinfo(place.dtype).max))
+        return largest, -before
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits [n, V] of all ranks' ids, on every rank."""
+        if self.group is None:
+            return logits
+        room = logits.new_full((logits.shape[0], self.widest), -math.inf)
+        room[:, : logits.shape[1]] = logits
+        (everyone,) = self.joined(room)
+        sizes = self._sizes(logits.shape[1], logits.device)
+        return torch.cat(
+            [part[:, :size] for part, size in zip(everyone.split(self.widest, -1), sizes, strict=True)], -1
+        )
+
+    def _sizes(self, width: int, device: torch.device) -> list[int]:
+        assert self.group is not None
+        everyone = torch.zeros(dist.get_world_size(self.group), dtype=torch.int64, device=device)
+        everyone[dist.get_rank(self.group)] = width
+        dist.all_reduce(everyone, group=self.group)
+        found: list[int] = everyone.tolist()
+        return found
+
+
+def _widened(values: Tensor) -> Tensor:
+    """A rank may hold none of a target's ids, and the largest of nothing is an error."""
+    return values if values.shape[1] else values.new_full((values.shape[0], 1), -math.inf)
+
+
+def sliced(
+    weight: Tensor, bias: Tensor | None, width: int | None, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor | None, int | None]:
+    """A head's rows that this rank holds, and how many of them are among its first `width` ids (None: all). With a group, head
+    and bias are DTensors that are cut as `torch.chunk` cuts."""
+    if group is None:
+        return weight, bias, width
+    most = -(-weight.shape[0] // dist.get_world_size(group))
+    start = most * dist.get_rank(group)
+    held = None if width is None else max(0, width - start)
+    return local(weight), None if bias is None else local(bias), held
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, with its gradient."""
+    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
 
 
 def shard_targets(

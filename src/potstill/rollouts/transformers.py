@@ -134,7 +134,7 @@ class TransformersEngine:
         lengths = torch.tensor(most, device=device)  # until a stop ends them
         stops = _StopTexts(self._sampling.stop, self._writer.tokenizer, rows)
         for at in range(longest):
-            logits = self._writer.output_head(self._width).logits(run.hidden)
+            logits = self._writer.logits(run.hidden, self._width)
             chosen, logprob = draw(logits, random[run.rows, at], self._sampling)
             ids[run.rows, at], logprobs[run.rows, at] = chosen, logprob.float()
             ended = torch.isin(chosen, self._stop) & (lengths[run.rows] > at + 1)
@@ -213,7 +213,7 @@ class TransformersEngine:
         whole = torch.from_numpy(np.concatenate([ask.ids, text.ids])[None].astype(np.int64)).to(model.device)
         with _writing(model), autocast():
             hidden = backbone(model)(input_ids=whole, use_cache=False).last_hidden_state[0, len(ask.ids) - 1 : -1]
-            logits = self._writer.output_head(self._width).logits(hidden).float()
+            logits = self._writer.logits(hidden, self._width).float()
         chances = logits.log_softmax(-1).gather(-1, whole[0, len(ask.ids) :, None]).squeeze(-1).cpu().numpy()
         return float(np.abs(chances - text.logprobs).mean()), max(float(logits.std(-1).mean()), 1e-3)
 

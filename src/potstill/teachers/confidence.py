@@ -7,6 +7,7 @@ from torch import Tensor
 
 from potstill.losses.compare import label_logprobs, of_chunks
 from potstill.losses.divergences import LOG_FLOOR
+from potstill.parallel.vocab import VocabShard
 from potstill.types import ChunkTarget, Dense, Target, TokenLogprobsTarget, TopKTarget
 
 Confidence = tuple[Tensor, Tensor, Tensor]  # values, the rows they are at, and how many rows each stands for
@@ -48,6 +49,12 @@ def _confidence(target: Target, labels: Tensor, what: str) -> Tensor | None:
         return None
     if what == "ce":
         return label_logprobs(target, labels)
-    return of_chunks(
-        target, labels, lambda logp, _: (logp.exp() * logp).sum(-1) if what == "entropy" else logp.amax(-1).exp()
-    )
+    return of_chunks(target, labels, _entropy if what == "entropy" else _first_choice)
+
+
+def _entropy(logp: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
+    return shard.total((logp.exp() * logp).sum(-1))[0]
+
+
+def _first_choice(logp: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
+    return shard.first_choice(logp)[0].exp()

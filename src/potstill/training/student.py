@@ -71,7 +71,7 @@ class StudentLoss(nn.Module):
             sums |= _on_policy_sums(out.ce, batch.rows.behaviour, score)
         if stat_rows and len(batch.rows):
             sums |= _sampled_sums(own, batch, targets, settings, stat_rows)
-        return out.loss, {name: value.detach().float() for name, value in sums.items()}
+        return out.loss, {name: value.detach().to(out.loss.dtype) for name, value in sums.items()}
 
 
 def _fused(own: HiddenTarget, batch: Batch, targets: Targets | None, row_weight: Tensor, **options: Any) -> FusedLoss:
