@@ -83,6 +83,8 @@ def test_kubernetes_takes_the_job(command: Command, further: list[str]) -> None:
         (["--for", "slurm", "--time", "1 day"], "--time: 1 day should be hours:minutes:seconds"),
         (["--for", "kubernetes", "--image", "x", "--volume", "y"], "--volume: y should be CLAIM:/FOLDER"),
         (["train.batch_size=0"], "train.batch_size"),
+        (["--nodes", "64"], "has no row for each of 512 data-parallel ranks"),
+        (["parallel.dp_shard=3"], "dp_replicate 1 × dp_shard 3 × cp 1 × tp 1 are 3 ranks, and there are 8"),
     ],
 )
 def test_what_cannot_be_launched_is_said(command: Command, arguments: list[str], sentence: str) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from potstill.config.plain_yaml import write_yaml
 from potstill.config.recipe import load_recipe
+from potstill.parallel.mesh import checked_sizes
+from potstill.recipe_text.plain_yaml import write_yaml
 from potstill.types import PotstillError
 
 Scheduler = Literal["slurm", "torchrun", "kubernetes"]
@@ -61,6 +62,7 @@ def launch(
 ) -> str:
     """The text to hand to a scheduler. The recipe is read, so that what is wrong with it is said before a queue is."""
     checked = load_recipe(recipe, overrides)
+    checked_sizes(checked.parallel, nodes * gpus, checked.train.batch_size)
     _check(scheduler, time=time, image=image, volume=volume)
     name = re.sub(r"[^a-z0-9]+", "-", Path(checked.run).name.lower()).strip("-")[:40].strip("-") or "run"
     command = shlex.join(["-m", "potstill", "train", str(recipe), *overrides])

@@ -128,7 +128,7 @@ def launch(
 ) -> None:
     """Print what a cluster is given to train a recipe on many GPUs or hosts; nothing is started.
 
-    Example: potstill launch recipes/distil.yaml --nodes 8 --gpus 8 --for slurm --time 24:00:00 > job.sh
+    Example: potstill launch recipes/distil.yaml train.batch_size=256 --nodes 8 --gpus 8 --for slurm --time 24:00:00 > job.sh
 
     A process that dies ends all, and all begin anew at the last checkpoint. Before its time is over, a job touches RUN/stop:
     the run saves and ends, and the job queues again until RUN/finished is there. A run that ended by a mistake of the recipe's
