@@ -23,6 +23,7 @@ pytestmark = pytest.mark.e2e
 Command = Callable[..., Any]
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "distil.yaml"
+LARGE = "train.batch_size=64"  # a row for every rank
 SCHEDULERS = [["slurm"], ["torchrun"], ["kubernetes", "--image", "registry.example/potstill:1"]]
 
 
@@ -33,7 +34,7 @@ def is_bash(script: str) -> None:
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda words: words[0])
 def test_every_process_gets_the_recipe_and_its_overrides(command: Command, scheduler: list[str], nodes: int) -> None:
-    overrides = ["run=runs/it's here", "train.steps=7"]
+    overrides = ["run=runs/it's here", LARGE]
     said = command("launch", RECIPE, *overrides, "--nodes", nodes, "--gpus", 4, "--for", *scheduler)
     assert said.code == 0, said.err
     text = said.out
@@ -53,7 +54,7 @@ def test_every_process_gets_the_recipe_and_its_overrides(command: Command, sched
 
 
 def test_only_the_first_host_holds_the_store(command: Command) -> None:
-    told = command("launch", RECIPE, "--nodes", 3, "--for", "torchrun").out
+    told = command("launch", RECIPE, LARGE, "--nodes", 3, "--for", "torchrun").out
     assert re.findall(r"is_host=(\d)", told) == ["1", "0", "0"]
     assert re.findall(r"^# host (\d) of 3$", told, re.M) == ["1", "2", "3"]
 
@@ -61,7 +62,7 @@ def test_only_the_first_host_holds_the_store(command: Command) -> None:
 @pytest.mark.parametrize("further", [[], ["--time", "1-02:00:00", "--volume", "shared:/data"]])
 def test_kubernetes_takes_the_job(command: Command, further: list[str]) -> None:
     asked = ["--nodes", 2, "--gpus", 8, "--for", "kubernetes", "--image", "registry.example/potstill:1", *further]
-    service, job = yaml.safe_load_all(command("launch", RECIPE, *asked).out)
+    service, job = yaml.safe_load_all(command("launch", RECIPE, LARGE, *asked).out)
     for each in (service, job):
         kubernetes_validate.validate(each, "1.31", strict=True)
     pod = job["spec"]["template"]["spec"]
@@ -88,7 +89,7 @@ def test_kubernetes_takes_the_job(command: Command, further: list[str]) -> None:
     ],
 )
 def test_what_cannot_be_launched_is_said(command: Command, arguments: list[str], sentence: str) -> None:
-    said = command("launch", RECIPE, *arguments)
+    said = command("launch", RECIPE, LARGE, *arguments)
     assert said.code == 1 and sentence in said.err and said.out == ""
 
 
