@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from potstill.files import write_text
+from potstill.parallel.watch import RanksLost
 from potstill.types import PotstillError
 
 STOP, FINISHED, ERROR, OWNER = "stop", "finished", "error.json", ".owner"
@@ -69,6 +70,8 @@ class Markers:
         """A mistake that ends the block is written down, unless the run is another's by now."""
         try:
             yield
+        except RanksLost:  # which a restart may mend
+            raise
         except PotstillError as error:
             with suppress(PotstillError):
                 self.check_owner()
