@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -86,7 +87,7 @@ class Watch:
         return [rank for rank in silent if at[rank] < number] or silent
 
 
-def _store() -> dist.Store:
+def _store() -> Any:
     return c10d._get_default_store()
 
 
