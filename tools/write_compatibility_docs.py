@@ -84,6 +84,8 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "`parallel.tp: 2`": {"tp": 2},
         "`parallel.cp: 2`": {"cp": 2},
         "`parallel.ep: 2`": {"ep": 2},
+        "`teachers[0].ranks: 1`": {"own_ranks": True},
+        "`teachers[0].placement: shard`": {"placement": "shard"},
     },
     "cache": {"beside a model or server": {}, "alone": {"alone": True}},
 }

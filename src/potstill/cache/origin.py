@@ -108,7 +108,7 @@ def signal_of_examples(
     given: Sequence[npt.NDArray[np.int32]] | None = None,
 ) -> dict[str, npt.NDArray[Any]]:
     """Of the predicted tokens of some documents in the teacher's tokens, in order. `given`: of each, ids to look up [R, K]."""
-    batch = collate([[example] for example in examples], pad_id=0).to(teacher.model.device)
+    batch = collate([[example] for example in examples], pad_id=0).to(teacher.device)
     hidden = teacher.hidden(batch, batch.rows.teacher)
     _check_rows(torch.isfinite(hidden).all(-1).cpu().numpy(), "hidden states", batch)
     asked: npt.NDArray[Any] | None = None if given is None else np.concatenate(given)

@@ -65,6 +65,8 @@ def chat_kwargs(data: DataConfig) -> dict[str, Any]:
 def weights_fingerprint(teacher: LanguageModel) -> str:
     """Of names, shapes and some values of every tensor (reading all of a large model would take minutes), and of the
     configuration, which decides what is computed with them."""
+    if teacher.fingerprint is not None:
+        return teacher.fingerprint
     config = _meaning(teacher.model.config.to_diff_dict())
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted(teacher.model.state_dict().items()):

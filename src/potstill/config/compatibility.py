@@ -44,6 +44,8 @@ class Combination:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    placement: str = "replicate"
+    own_ranks: bool = False  # this teacher's
 
     @classmethod
     def of(
@@ -77,6 +79,7 @@ class Combination:
             return made
         context, method = teacher.context_column is not None, teacher.cross_tokenizer.method
         made = replace(made, method=method, context_column=context, filter=bool(teacher.filter))
+        made = replace(made, placement=teacher.placement, own_ranks=teacher.ranks > 0)
         if teacher.kind != "cache":
             signal = {"model": "live", "server": teacher.remote.kind}.get(teacher.kind)
             return replace(made, holder="server" if teacher.kind == "server" else "model", signal=signal)
@@ -202,6 +205,12 @@ RULES = (
         lambda c: c.ep > 1,
         "potstill shards a student over ranks with rows of their own (FSDP2) so far, and not its experts by number: leave ep "
         "out",
+    ),
+    Rule(
+        "rollouts.teacher_fraction",
+        lambda c: c.writes and (c.own_ranks or c.placement != "replicate"),
+        "the first teacher writes, for which it has to be whole on the student's ranks: leave teachers[0].ranks and "
+        "teachers[0].placement out, or set teacher_fraction to 0",
     ),
     # What the signal holds
     Rule(

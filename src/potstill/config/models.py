@@ -151,6 +151,17 @@ class TeacherConfig(Section):
         "column with what it reads in place of the student's prompt: before a plain text, or as the system message of"
         " a chat (a hint that the student does not get; without `cache`)",
     )
+    placement: Literal["replicate", "shard", "offload"] = key(
+        "replicate",
+        "where its weights are: whole on every rank of the student's; sharded over them (FSDP2); or sharded and kept in the "
+        "host's memory while they are not computed with",
+    )
+    ranks: int = key(
+        0,
+        "ranks of its own, the last of the world in the order of the teachers: whole on each, they compute ahead of the "
+        "student; 0: it is on the student's",
+        ge=0,
+    )
     revision: str | None = key(None, "hub revision")
     weight: float = key(1.0, "weight of this teacher's loss among several", gt=0)
     dtype: Dtype | Literal["auto"] = key("auto", "dtype of its weights; auto: as saved (float32 on a CPU)")
@@ -171,6 +182,11 @@ class TeacherConfig(Section):
             raise ValueError(
                 "on_missing: skip goes with a cache alone; with model or server beside it, what is missing is computed"
             )
+        if "model" not in given and (self.ranks or self.placement != "replicate"):
+            raise ValueError("placement and ranks go with model")
+        if self.placement != "replicate" and (self.ranks or self.quantize):
+            other = "ranks" if self.ranks else "quantize"
+            raise ValueError(f"placement: {self.placement} goes without {other}: leave one of the two out")
         if "server" in given:
             self._served()
         elif self.tokenizer or self.served_model_name or self.remote != RemoteConfig():

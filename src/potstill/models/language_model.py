@@ -25,7 +25,10 @@ from potstill.types import Batch, Head, HiddenTarget, PotstillError
 class HiddenSource(Protocol):
     """Where a model's hidden states come from, if it is not computed whole in this process."""
 
-    ahead: bool  # asked on the thread that prepares the next step: it does not need this process's device
+    @property
+    def ahead(self) -> bool:
+        """Whether it is asked on the thread that prepares the next step: it does not need this process's device."""
+        ...
 
     def begin(self, batch: Batch, positions: Tensor) -> Callable[[], Tensor]:
         """As `LanguageModel.begin`."""
@@ -45,6 +48,7 @@ class LanguageModel:
     processor: Mapping[str, str] = field(default_factory=dict)  # files that say how images become its input, by name
     placed: HiddenSource | None = None  # where it is computed; None: here, whole
     group: dist.ProcessGroup | None = None  # the ranks that share the vocabulary: each has a slice of the head
+    fingerprint: str | None = None  # of its weights, where they are not here
 
     def save(self, folder: Path) -> None:
         """As a folder that transformers loads."""

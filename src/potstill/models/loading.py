@@ -94,6 +94,20 @@ def load_teacher(config: TeacherConfig, device: torch.device, where: str, key: s
     return replace(probed(model, tokenizer, who), notes=idle)
 
 
+def load_hollow(
+    config: TeacherConfig, dtype: torch.dtype, where: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A teacher's model without its weights, which are elsewhere, and its tokenizer."""
+    assert config.model is not None
+    name, key = config.model, f"{where}.model"
+    origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    with loading(name, key, "model"), torch.device("meta"):
+        known = AutoConfig.from_pretrained(locate(name), **origin)
+        options = {"trust_remote_code": config.trust_remote_code, "dtype": dtype}
+        model = _loader(known, known.architectures or []).from_config(known, **options)
+    return model.eval().requires_grad_(False), load_tokenizer(name, key, config.revision, config.trust_remote_code)
+
+
 def _router_loss(model: PreTrainedModel) -> list[str]:
     keys = model.config.get_text_config().to_dict()
     weights = {key: keys[key] for key in ROUTER_LOSSES if keys.get(key)}

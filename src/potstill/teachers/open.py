@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from potstill.config.registry import TEACHER_SOURCES, load
 from potstill.config.sections import fixed_value
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel, difference, load_teacher, load_tokenizer, same_tokenizer, shared_ids
+from potstill.models.placed import load_elsewhere
+from potstill.parallel.channel import Asker
+from potstill.parallel.mesh import ranks
 from potstill.teachers.cross_tokenizer import cross_tokenizer_view
 from potstill.teachers.live import LiveModel, live_teacher
 from potstill.teachers.protocols import SignalSource, TokenizerView
@@ -53,6 +56,7 @@ class Opening:
     loss: LossConfig
     device: torch.device
     where: str  # what messages call it
+    asker: Asker | None = None  # of a teacher with ranks of its own
 
     @property
     def temperature(self) -> float:
@@ -70,6 +74,19 @@ class Opening:
 
     def teacher(self, source: SignalSource, view: TokenizerView) -> Teacher[SignalSource]:
         return Teacher(source, view, self.config.name, self.config.weight, self.config.filter)
+
+    def model(self) -> LanguageModel:
+        """Loaded, or asked for what it is."""
+        if self.asker is not None:
+            return load_elsewhere(self.config, self.asker, self.device, self.where)
+        if self.config.ranks:
+            raise PotstillError(
+                f"{self.where}.ranks: {self.config.ranks} ranks of its own are {self.config.ranks} processes more than the "
+                "student's: start them with torchrun, or leave ranks out"
+            )
+        if self.config.placement != "replicate" and ranks().many:
+            raise PotstillError(f"{self.where}.placement: teachers are whole on every rank so far: leave it out")
+        return load_teacher(self.config, self.device, self.where)
 
     def cross_view(self, tokenizer: Any, vocabulary: int) -> tuple[TokenizerView, int]:
         cross_tokenizer = self.config.cross_tokenizer
@@ -90,7 +107,7 @@ class Opened:
 
 def open_model(opening: Opening) -> Opened:
     config, student = opening.config, opening.student
-    model = load_teacher(config, opening.device, opening.where)
+    model = opening.model()
     reason = difference(student.tokenizer, model.tokenizer)
     opening.check(reason)
     if reason is None and config.context_column is None:
@@ -132,7 +149,7 @@ def open_cached(opening: Opening) -> Opened:
     folder, writer, as_read = Path(config.cache or ""), None, None
     computes: LanguageModel | RemoteOrigin | None = None
     if config.model is not None:
-        computes = load_teacher(config, opening.device, opening.where)
+        computes = opening.model()
     elif config.server is not None:
         computes = open_server(config, opening.where)
     tokenizer = _cached_tokenizer(folder, where) if computes is None else computes.tokenizer
@@ -160,15 +177,23 @@ def _cached_tokenizer(folder: Path, where: str) -> Any:
 
 
 def open_teachers(
-    configs: Sequence[TeacherConfig], student: LanguageModel, data: DataConfig, loss: LossConfig, device: torch.device
+    configs: Sequence[TeacherConfig],
+    student: LanguageModel,
+    data: DataConfig,
+    loss: LossConfig,
+    device: torch.device,
+    askers: Mapping[int, Asker] | None = None,
 ) -> TeacherSet:
+    """`askers`: of those with ranks of their own, by their place."""
     opened, live = [], []
     notes: list[str] = []
     for index, config in enumerate(configs):
         where = f"teachers[{index}]"
         if config.kind not in TEACHER_SOURCES:
             raise PotstillError(f"{where}.source: there is no {config.kind}; there are {', '.join(TEACHER_SOURCES)}")
-        one: Opened = load(TEACHER_SOURCES[config.kind])(Opening(config, student, data, loss, device, where))
+        asker = None if askers is None else askers.get(index)
+        opening = Opening(config, student, data, loss, device, where, asker)
+        one: Opened = load(TEACHER_SOURCES[config.kind])(opening)
         opened.append(one)
         model = one.origin if isinstance(one.origin, LanguageModel) else None
         notes.extend([] if model is None else model.notes)
