@@ -7,29 +7,39 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tiny_families import FAMILIES, FAMILY_TARGET, TARGETS, Make, V, batches, make_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from potstill.losses import label_logprobs
 from potstill.models import LanguageModel, evaluating
+from potstill.parallel.context import Context, split_context
 from potstill.parallel.tensor import split_tensors
 from potstill.teachers.confidence import row_confidence
 from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import Batch
 
 Spread = Callable[[LanguageModel], Any]
+STAT_SUMS = ("stat_rows", "kl", "teacher_entropy", "student_entropy", "agreement")
 
 
-def passes(student: LanguageModel, made: Sequence[Batch], settings: LossSettings, make: Make) -> dict[str, Any]:
-    """Loss, sums and gradients of a step of several passes."""
+def passes(
+    student: LanguageModel, made: Sequence[Batch], settings: LossSettings, make: Make, stat_rows: int = 7
+) -> dict[str, Any]:
+    """Loss, sums and gradients of a step of several passes. With `context`, of all its ranks."""
     module = StudentLoss(student).train()
     divisor, sums = sum(batch.supervised_tokens for batch in made), {}
     for batch in made:
-        loss, found = module(batch, make(batch), divisor, settings, 7)
+        loss, found = module(batch, make(batch), divisor, settings, stat_rows)
         loss.backward()
         sums = {name: value + sums.get(name, 0.0) for name, value in found.items()}
     gradients = {name: full(parameter.grad) for name, parameter in student.model.named_parameters()}
+    if student.context is not None:
+        for name in sorted({*sums, *STAT_SUMS}):  # a rank without rows has none to sample
+            sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64))
+        for _, value in sorted({**sums, **gradients}.items()):
+            dist.all_reduce(value, group=student.context.group)
     return {"sums": sums, "gradients": gradients}
 
 
@@ -50,12 +60,16 @@ def apart(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
     return far
 
 
-def tensor_spread(world: int) -> Spread:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+def spread_over(tp: int = 1, cp: int = 1) -> Spread:
+    mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
 
     def spread(student: LanguageModel) -> None:
-        split_tensors(student.model, mesh)
-        student.group = mesh.get_group()
+        if tp > 1:
+            split_tensors(student.model, mesh["tp"])
+            student.group = mesh["tp"].get_group()
+        if cp > 1:
+            student.context = Context(mesh["cp"].get_group(), cp, mesh["cp"].get_local_rank())
+            split_context(student.model, student.context)
 
     return spread
 
@@ -75,8 +89,10 @@ def compare(spread: Spread, family: str, name: str | None = None, passed: int = 
     made = batches(passed, behaviour=name == "policy_gradient_kl")
     student = make_model(family)
     spread(student)
-    with exact() if family == "gemma3" else nullcontext():
-        return apart(passes(student, made, settings, make), passes(make_model(family), made, settings, make))
+    rows = 7 if student.context is None else 10**6  # all: which are sampled depends on the ranks
+    with exact() if family.startswith("gemma") else nullcontext():
+        alone = passes(make_model(family), made, settings, make, rows)
+        return apart(passes(student, made, settings, make, rows), alone)
 
 
 QUICK = ["qwen3", "phi3", "hidden · jsd · T 1.7", "top-k · forward_kl · T 1.0", "sampled", "common_vocab · dense"]
@@ -86,9 +102,17 @@ WITHOUT_A_PLAN = ("qwen3-moe", "mixtral", "gpt2")
 
 def in_tensors(world: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """Of families by name, and of targets."""
-    spread = tensor_spread(world)
+    spread = spread_over(tp=world)
     found = {name: compare(spread, *((name,) if name in FAMILIES else ("llama-tied", name))) for name in names}
     return found | {"readers": readers(spread)}
+
+
+QUICK_CONTEXT = ["gemma3", "gemma2", "top-k · forward_kl · T 1.0", "common_vocab · dense", "policy_gradient_kl"]
+
+
+def in_contexts(cp: int, tp: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    spread = spread_over(tp, cp)
+    return {name: compare(spread, *((name,) if name in FAMILIES else ("llama-tied", name))) for name in names}
 
 
 def everything() -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from potstill.models.libraries import quiet
+from potstill.parallel.context import Context
 from potstill.parallel.vocab import shard_targets, sliced
 from potstill.types import Batch, Head, HiddenTarget, PotstillError
 
@@ -49,6 +50,7 @@ class LanguageModel:
     placed: HiddenSource | None = None  # where it is computed; None: here, whole
     group: dist.ProcessGroup | None = None  # the ranks that share the vocabulary: each has a slice of the head
     fingerprint: str | None = None  # of its weights, where they are not here
+    context: Context | None = None  # the ranks that read the parts of a sequence
 
     def save(self, folder: Path) -> None:
         """As a folder that transformers loads."""
@@ -83,7 +85,7 @@ class LanguageModel:
     def _computed(self, batch: Batch, positions: Tensor) -> Tensor:
         limit, lengths = self.short_positions, [len(example.ids) for example in batch.examples]
         if limit is None or batch.packed or len({length > limit for length in lengths}) < 2:
-            states = hidden_states(self.model, batch, self.masks)
+            states = hidden_states(self.model, batch, self.masks, self.context)
         else:
             states = self._short_and_long(batch, lengths, limit)
         return states.flatten(0, 1).index_select(0, positions)
@@ -143,7 +145,7 @@ class LanguageModel:
             cut = (rows, slice(max(lengths[i] for i in rows)))
             names = ("input_ids", "position_ids", "document")
             part = replace(batch, **{name: getattr(batch, name)[cut] for name in names})
-            found = hidden_states(self.model, part, self.masks)
+            found = hidden_states(self.model, part, self.masks, self.context)
             states.append(nn.functional.pad(found, (0, 0, 0, width - found.shape[1])))
         back = torch.tensor([*short, *long], device=batch.input_ids.device).argsort()
         return torch.cat(states).index_select(0, back)
@@ -182,32 +184,39 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
-def hidden_states(model: PreTrainedModel, batch: Batch, masks: str) -> Tensor:
+def hidden_states(model: PreTrainedModel, batch: Batch, masks: str, context: Context | None = None) -> Tensor:
     """Last hidden states [B, L, H]; the head is not applied."""
+    length, own = batch.input_ids.shape[1], None
+    if context is not None:
+        batch = context.padded(batch)
+        own = context.own(batch.input_ids.shape[1], batch.input_ids.device)
     inputs: dict[str, Any] = {"input_ids": batch.input_ids}
     if masks == "blocks":
         inputs["position_ids"] = batch.position_ids
-        inputs["attention_mask"] = block_masks(
-            model.config.get_text_config(), batch.document, next(model.parameters()).dtype
-        )
+        inputs = {name: value if own is None else value[:, own] for name, value in inputs.items()}
+        dtype = next(model.parameters()).dtype
+        inputs["attention_mask"] = block_masks(model.config.get_text_config(), batch.document, dtype, own)
     states: Tensor = backbone(model)(**inputs, use_cache=False).last_hidden_state
-    return states
+    return states if context is None else context.joined(states, 1)[:, :length]
 
 
-def block_masks(config: Any, document_BL: Tensor, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+def block_masks(
+    config: Any, document_BL: Tensor, dtype: torch.dtype, queries: Tensor | None = None
+) -> Tensor | dict[str, Tensor]:
     """Causal attention inside each document, made on the device without reading from it. Models that mix kinds of layers
     take one mask a kind. Right padding is document 0: it attends to itself, and nothing attends to it.
 
-    `config` is the one of the text: models that also see nest it in theirs."""
+    `config` is the one of the text: models that also see nest it in theirs. `queries`: the positions that attend; None: all."""
     keys = config.to_dict()
     place = torch.arange(document_BL.shape[1], device=document_BL.device)
-    distance = place[:, None] - place[None, :]
-    same = document_BL[:, None, :, None] == document_BL[:, None, None, :]
+    queries = place if queries is None else queries
+    distance = queries[:, None] - place[None, :]
+    same = document_BL[:, None, queries, None] == document_BL[:, None, None, :]
 
     def mask(window: int | None) -> Tensor:
         reach = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         allowed = same & reach
-        if config._attn_implementation == "sdpa":
+        if config._attn_implementation.endswith("sdpa"):
             return allowed
         return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 

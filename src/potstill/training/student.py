@@ -55,7 +55,10 @@ class StudentLoss(nn.Module):
 
         `divisor` is the number of supervised tokens of the whole step, over all micro-batches and ranks.
         """
-        hidden = self.student.hidden(batch, batch.rows.student)
+        whole, context = batch, self.student.context
+        if context is not None:
+            batch, targets = context.share(batch, targets, whole_documents=settings.discount > 0)
+        hidden = self.student.hidden(whole, batch.rows.student)
         if torch.is_autocast_enabled(hidden.device.type):  # the last norm is float32; the head's products need not be
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         own = self.student.at_rows(hidden)
