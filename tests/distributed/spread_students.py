@@ -69,19 +69,22 @@ def spread_over(tp: int = 1, cp: int = 1) -> Spread:
             student.group = mesh["tp"].get_group()
         if cp > 1:
             student.context = Context(mesh["cp"].get_group(), cp, mesh["cp"].get_local_rank())
-            split_context(student.model, student.context)
+            split_context(student.model)
 
     return spread
 
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Gemma's norms compute in float32, where the order of a sum shows: in float64 it does not."""
-    usual, torch.Tensor.float = torch.Tensor.float, lambda tensor: tensor  # type: ignore[method-assign,assignment,misc]
+    """Gemma's norms and attention compute in float32, where the order of a sum shows: in float64 it does not."""
+    usual, softmax = torch.Tensor.float, torch.nn.functional.softmax
+    torch.Tensor.float = lambda tensor: tensor  # type: ignore[method-assign,assignment,misc]
+    torch.nn.functional.softmax = lambda x, dim, dtype=None: softmax(x, dim)
     try:
         yield
     finally:
         torch.Tensor.float = usual  # type: ignore[method-assign]
+        torch.nn.functional.softmax = softmax
 
 
 def compare(spread: Spread, family: str, name: str | None = None, passed: int = 2) -> dict[str, float]:

@@ -196,6 +196,8 @@ def hidden_states(model: PreTrainedModel, batch: Batch, masks: str, context: Con
         inputs = {name: value if own is None else value[:, own] for name, value in inputs.items()}
         dtype = next(model.parameters()).dtype
         inputs["attention_mask"] = block_masks(model.config.get_text_config(), batch.document, dtype, own)
+    if context is not None:
+        inputs["context"] = context
     states: Tensor = backbone(model)(**inputs, use_cache=False).last_hidden_state
     return states if context is None else context.joined(states, 1)[:, :length]
 

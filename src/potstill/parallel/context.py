@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from potstill.types import Batch, ChunkTarget, PotstillError, Rows, Target
 
@@ -80,40 +81,49 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, context: Context) -> Tensor:
         ctx.dim, ctx.context = dim, context
-        own = part.movedim(dim, 0).contiguous()
-        everyone = own.new_empty(context.size * own.shape[0], *own.shape[1:])
-        dist.all_gather_single(everyone, own, group=context.group)
-        halves = everyone.chunk(context.chunks)
-        return torch.cat([*halves[::2], *halves[::-2]]).movedim(0, dim)
+        own = part.contiguous()
+        everyone = [torch.empty_like(own) for _ in range(context.size)]
+        dist.all_gather(everyone, own, group=context.group)
+        halves = [half for each in everyone for half in each.chunk(2, dim)]
+        return torch.cat([*halves[::2], *halves[::-2]], dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         context: Context = ctx.context
-        chunks = grad.movedim(ctx.dim, 0).chunk(context.chunks)
-        by_rank = torch.cat([chunks[at] for i in range(context.size) for at in (i, context.chunks - 1 - i)])
-        own = by_rank.new_empty(by_rank.shape[0] // context.size, *by_rank.shape[1:])
-        dist.reduce_scatter_single(own, by_rank.contiguous(), group=context.group)
-        return own.movedim(0, ctx.dim), None, None
+        chunks = grad.chunk(context.chunks, ctx.dim)
+        by_rank = [torch.cat([chunks[i], chunks[-1 - i]], ctx.dim) for i in range(context.size)]
+        own = torch.empty_like(by_rank[0])
+        dist.reduce_scatter(own, by_rank, group=context.group)
+        return own, None, None
 
 
-def split_context(model: PreTrainedModel, context: Context) -> None:
-    """Let a model's attention see the keys and values of all ranks."""
+def split_context(model: PreTrainedModel) -> None:
+    """Let a model's attention see the keys and values of all ranks, in calls that say which these are (`context`)."""
     _check(model)
+    attention = model.config.get_text_config()._attn_implementation
+    name = f"context_{attention}"
+    AttentionInterface.register(name, _attention)
+    AttentionMaskInterface.register(name, {"sdpa": sdpa_mask, "eager": eager_mask}[attention])
+    model.set_attn_implementation(name)
 
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    context: Context | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if context is not None:
         key, value = (context.joined(x, 2) for x in (key, value))
         options["is_causal"] = False  # the mask says it all
-        inner = sdpa_attention_forward
-        if module.config._attn_implementation.endswith("eager"):  # that of each architecture is its own
-            inner = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-        found: tuple[Tensor, Tensor | None] = inner(module, query, key, value, mask, **options)
-        return found
-
-    name = f"context_{model.config.get_text_config()._attn_implementation}"
-    AttentionInterface.register(name, attention)
-    model.set_attn_implementation(name)
+    inner = sdpa_attention_forward
+    if module.config._attn_implementation.endswith("eager"):  # that of each architecture is its own
+        inner = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    found: tuple[Tensor, Tensor | None] = inner(module, query, key, value, attention_mask, **options)
+    return found
 
 
 def _check(model: PreTrainedModel) -> None:
