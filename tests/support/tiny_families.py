@@ -40,7 +40,7 @@ SIZES = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+EXPERTS = {"moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False, "attention_bias": True},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},

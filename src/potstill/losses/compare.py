@@ -77,7 +77,7 @@ def _against(
     if isinstance(teacher, SampledTarget):
         if teacher.entropy is None:
             return None, None, None
-        entropy = teacher.entropy[rows].float()
+        entropy = teacher.entropy[rows].to(kept.dtype)
         return entropy, -(teacher.weights[rows] * kept).sum(-1) - entropy, None
     best, logprobs = shard.first_choice(logq)[1], teacher.logprobs[rows]
     if teacher.absent is not None:
