@@ -107,6 +107,17 @@ def _stop() -> None:
     _workers.clear()
 
 
+def _forget_groups() -> None:
+    """DTensors keep plans by meshes, and meshes of the same ranks are equal: the next call's would find groups that are gone,
+    or others of the same name."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+
+
 def _serve(pipe: Connection) -> None:
     """One process of the pool."""
     import torch
@@ -133,6 +144,7 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+                _forget_groups()
             os.environ.clear()
             os.environ.update(environment)
         pipe.send_bytes(pickle.dumps(answer))
