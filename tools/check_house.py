@@ -40,7 +40,7 @@ ORDER: list[set[str]] = [
     {"__main__"},  # `python -m potstill`
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
-ROOM_LINES, FILE_LINES = 1800, 700  # a file is as long as its subject
+ROOM_LINES, FILE_LINES = 2500, 700  # a file is as long as its subject
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 PICKLING_CALLS = {"torch.load", "torch.save", "np.load", "numpy.load"}
 PICKLED_FORMATS = {"FileSystemReader", "FileSystemWriter", "checkpoint_id"}  # torch.distributed.checkpoint's own format

@@ -66,5 +66,5 @@ def test_every_rule_can_fail(house, tmp_path: Path) -> None:
 def test_a_room_has_an_end(house, tmp_path: Path) -> None:
     for number in range(5):
         (tmp_path / "data").mkdir(exist_ok=True)
-        (tmp_path / "data" / f"{number}.py").write_text("x = 1\n" * 380)
-    assert [line.split(": ")[1] for line in house.sizes(tmp_path)] == ["1900 lines, and a room has at most 1800"]
+        (tmp_path / "data" / f"{number}.py").write_text("x = 1\n" * 520)
+    assert [line.split(": ")[1] for line in house.sizes(tmp_path)] == ["2600 lines, and a room has at most 2500"]

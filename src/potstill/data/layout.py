@@ -40,13 +40,16 @@ def pack(lengths: Sequence[int], *, rows: int, row_length: int, urgent: int = 0)
 
 
 def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
-    """Rows of examples as a Batch, right-padded to the longest row."""
+    """Rows of examples as a Batch, right-padded to the longest row. No rows are one position of padding: ranks that share a
+    model make every pass together, also those that have nothing to read in it."""
     examples = [example for row in rows for example in row]
-    width = max(sum(len(example.ids) for example in row) for row in rows)
-    input_ids = np.full((len(rows), width), pad_id, dtype=np.int64)
-    position_ids = np.zeros((len(rows), width), dtype=np.int64)
-    document = np.zeros((len(rows), width), dtype=np.int32)
-    student, labels, behaviour = [], [], []
+    width = max((sum(len(example.ids) for example in row) for row in rows), default=1)
+    shape = (max(1, len(rows)), width)
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
+    position_ids = np.zeros(shape, dtype=np.int64)
+    document = np.zeros(shape, dtype=np.int32)
+    nothing = np.zeros(0, dtype=np.int64)
+    student, labels, behaviour = [nothing], [nothing], [nothing.astype(np.float32)]
     written = any(example.behaviour is not None for example in examples)
     counting = np.arange(width, dtype=np.int64)
     for r, row in enumerate(rows):
@@ -59,11 +62,11 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
             predicted = np.flatnonzero(example.supervised)
             # Token i is predicted from the position before it; token 0 is never supervised.
             student.append(predicted + (r * width + begin - 1))
-            labels.append(example.ids[predicted])
+            labels.append(example.ids[predicted].astype(np.int64))
             known = example.behaviour
             behaviour.append(np.full(len(predicted), np.nan, np.float32) if known is None else known[predicted])
             begin = end
-    positions = torch.from_numpy(np.concatenate(student).astype(np.int64))
+    positions = torch.from_numpy(np.concatenate(student))
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
@@ -72,7 +75,7 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
         rows=Rows(
             student=positions,
             teacher=positions,
-            labels=torch.from_numpy(np.concatenate(labels).astype(np.int64)),
+            labels=torch.from_numpy(np.concatenate(labels)),
             behaviour=torch.from_numpy(np.concatenate(behaviour)) if written else None,
         ),
         supervised_tokens=len(positions),

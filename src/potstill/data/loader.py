@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from potstill.config import DataConfig
+from potstill.data.dealing import Share, dealt, padding
 from potstill.data.encoding import Encode, Encoded, Encoder, lengths_only
-from potstill.data.layout import collate, pack
+from potstill.data.layout import pack
 from potstill.data.sources import generator
 from potstill.data.stream import Place, State, Stream, beginning, open_stream
 from potstill.types import Batch, PotstillError, StepBatch
@@ -69,7 +70,8 @@ class StepBatches:
 
     `epochs=None` goes round without end; with epochs the last step batch may be smaller. `limit` ends after so many
     examples. A reader that must not stand still between groups wants them `Prefetched(steps, steps.group_steps)`.
-    What lies in a step batch does not depend on `micro_batch_size`. `key` names the section of the recipe in messages.
+    What lies in a step batch does not depend on `micro_batch_size`, nor on among how many ranks it is dealt (`rank`: which this
+    is, of how many): each is given its own micro-batches. `key` names the section of the recipe in messages.
     `evaluation` scores all of a text and only the text, without eos; it has no state to begin again from. A `state` of
     sources that have changed since is refused unless `changed_data_ok`.
     """
@@ -88,8 +90,9 @@ class StepBatches:
         key: str = "data",
         evaluation: bool = False,
         changed_data_ok: bool = False,
+        rank: tuple[int, int] = (0, 1),
     ) -> None:
-        self._data, self._batch_size, self._micro_batch_size = data, batch_size, micro_batch_size
+        self._data, self._batch_size, self._share = data, batch_size, Share(micro_batch_size, *rank)
         self._seed, self._limit, self._key = seed, limit, key
         self._pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         self.group_steps = max(1, min(GROUP_STEPS, GROUP_TOKENS // (batch_size * data.max_length)))
@@ -128,9 +131,11 @@ class StepBatches:
                 batches, items = self._batches(rows), list(chain(*rows))
                 for item in items:
                     counts.update(_counted(item.encoded))
-                tokens = sum(item.encoded.length for item in items)
-                counts["supervised_tokens"] += sum(batch.supervised_tokens for batch in batches)
-                counts["padding_tokens"] += sum(batch.input_ids.numel() for batch in batches) - tokens
+                lengths = [sum(item.encoded.length for item in row) for row in rows]
+                counts["supervised_tokens"] += sum(
+                    example.supervised_tokens for item in items if (example := item.encoded.example) is not None
+                )
+                counts["padding_tokens"] += padding(lengths, self._share)
                 totals = {name: counts[name] for name in COUNTS}
                 state = group.after if number == len(group.steps) else {**group.before, "steps": number}
                 state = {**state, "counts": totals, "fingerprints": self._fingerprints}
@@ -139,8 +144,7 @@ class StepBatches:
 
     def _batches(self, rows: Rows) -> tuple[Batch, ...]:
         examples = [[item.encoded.example for item in row if item.encoded.example is not None] for row in rows]
-        size = self._micro_batch_size
-        return tuple(collate(examples[i : i + size], self._pad_id) for i in range(0, len(rows), size))
+        return dealt(examples, self._share, self._pad_id)
 
     def _groups(self) -> Iterator[Group]:
         before = self._state

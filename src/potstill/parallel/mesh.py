@@ -46,7 +46,7 @@ class Ranks:
     tp: Axis = Axis()  # each has a part of every matrix
     sums: Axis = Axis()  # dp × cp: over these goes what is summed over rows
     mesh: DeviceMesh | None = None  # the student's ranks, by MESH; None: one process
-    control: dist.ProcessGroup | None = None  # everybody, for values of the host; of the main thread alone
+    control: dist.ProcessGroup | None = None  # the student's ranks, for values of the host; of the main thread alone
     data: dist.ProcessGroup | None = None  # the same for the thread that plans the data
     saving: dist.ProcessGroup | None = None  # … and for the one that saves
 
@@ -153,10 +153,12 @@ def _formed(sizes: dict[str, int], device: torch.device) -> Ranks:
     """Every rank makes every group, also those that it is not in, in this order."""
     grid = torch.arange(math.prod(sizes.values())).view(tuple(sizes.values()))
     mesh = DeviceMesh(device.type, grid.flatten(1, 2), mesh_dim_names=MESH)
-    host = [dist.new_group(backend="gloo", timeout=LOADING) for _ in range(3)]
+    students = grid.flatten().tolist()
+    host = [dist.new_group(students, backend="gloo", timeout=LOADING) for _ in range(3)]
+    here, count = dist.get_rank(), dist.get_world_size()
+    host = host if here in students else [None] * 3
     tp, cp = grid.flatten(0, 2), grid.movedim(2, 3).flatten(0, 2)
     dp, sums = grid.flatten(0, 1).movedim(0, 2).flatten(0, 1), grid.flatten(0, 2).T
-    here, count = dist.get_rank(), dist.get_world_size()
     return Ranks(here, count, _axis(dp), _axis(cp), _axis(tp), _axis(sums), mesh, *host)
 
 

@@ -1,0 +1,88 @@
+"""What the ranks of a run tell each other on the host: whether all go on, and what is wrong.
+
+An error of one rank is the error of all, in the same words: nobody is left waiting for a rank that has gone. With one process
+nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from potstill.parallel.mesh import ranks
+from potstill.types import PotstillError
+
+T = TypeVar("T")
+
+
+class Agreed(PotstillError):
+    """An error that every rank raises. One of them says it."""
+
+
+def exchanged(**counts: int) -> dict[str, int]:
+    """Each number summed over the ranks of the student."""
+    here = ranks()
+    if here.control is None:
+        return counts
+    values = torch.tensor(list(counts.values()))
+    dist.all_reduce(values, group=here.control)
+    return dict(zip(counts, values.tolist(), strict=True))
+
+
+def everyones(value: T) -> list[T]:
+    """What each rank of the student has, in their order."""
+    here = ranks()
+    if here.control is None:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(here.control)
+    dist.all_gather_object(found, value, group=here.control)
+    return found
+
+
+def of_first(value: T) -> T:
+    """What rank 0 has."""
+    here = ranks()
+    if here.control is None:
+        return value
+    held = [value if here.first else None]
+    dist.broadcast_object_list(held, src=0, group=here.control)
+    found: T = held[0]  # type: ignore[assignment]
+    return found
+
+
+def together(work: Callable[[], T]) -> T:
+    """`work()` on every rank of the student. If it is a mistake on one of them, it is everybody's: that of the lowest rank.
+    It must not wait for other ranks before it can fail."""
+    result, error = _tried(work)
+    raise_together(error)
+    return result  # type: ignore[return-value]
+
+
+def _tried(work: Callable[[], T]) -> tuple[T | None, PotstillError | None]:
+    try:
+        return work(), None
+    except PotstillError as error:
+        if ranks().control is None:
+            raise
+        return None, error
+
+
+def raise_together(error: PotstillError | None) -> None:
+    """To be called by all: raises where one of them has an error."""
+    if ranks().control is None:
+        if error is not None:
+            raise error
+        return
+    said = [each for each in everyones(None if error is None else str(error)) if each is not None]
+    if said:
+        raise Agreed(said[0]) from error
+
+
+def first_alone(work: Callable[[], T]) -> T:
+    """What `work()` gives on rank 0, on every rank; what goes wrong there goes wrong everywhere."""
+    here = ranks()
+    found = together(lambda: work() if here.first else None)
+    return of_first(found)  # type: ignore[return-value]
