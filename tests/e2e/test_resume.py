@@ -20,7 +20,7 @@ import potstill
 from potstill import files
 from potstill.config.recipe import load_recipe
 from potstill.data import loader
-from potstill.training import checkpoint, state
+from potstill.training import checkpoint
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
 
@@ -377,14 +377,6 @@ def test_a_damaged_checkpoint_is_moved_aside_not_removed(finished: TinyRuns, tmp
 def test_fewer_steps_than_were_taken_are_refused(finished: TinyRuns) -> None:
     with pytest.raises(PotstillError, match=r"train\.steps is 4 and the run in .* is at step 8 already"):
         potstill.train(finished.recipe("whole", "train.steps=4"))
-
-
-def test_a_run_goes_on_where_the_device_has_other_random_state(runs: TinyRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint from a CPU read on a device with a random state of its own, which the checkpoint does not have."""
-    potstill.train(runs.recipe("run", "train.steps=2"))
-    real = state.random_state
-    monkeypatch.setattr(state, "random_state", lambda device: {**real(device), "cuda": real(device)["cpu"]})
-    assert potstill.train(runs.recipe("run", "train.steps=2")).step == 2
 
 
 def test_the_size_of_pieces_is_measured_once_and_kept(runs: TinyRuns, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 step-00000400/
   model/         the student, as `from_pretrained` loads it, with its tokenizer
-  state/         optimizers and random state (and weights that model/ holds in another form), in safetensors
+  state/         optimizers (and weights that model/ holds in another form), in safetensors
   rollouts.safetensors  texts that were written and not yet trained on, where there are any
   progress.json  step, position in the data, totals
   manifest.json  sizes and checksums of the above

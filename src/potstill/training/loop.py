@@ -14,7 +14,7 @@ from rich.console import Console
 from potstill.config import Recipe
 from potstill.config.recipe import load_recipe
 from potstill.data import Feed, StoppedWaiting
-from potstill.parallel.mesh import refuse_many_processes
+from potstill.parallel.mesh import ranks, refuse_many_processes
 from potstill.parallel.stop import Stop, stop_signal
 from potstill.training.checkpoint import Saver
 from potstill.training.feed import open_feed
@@ -23,7 +23,7 @@ from potstill.training.metrics import Stopwatch
 from potstill.training.resume import open_run, resume
 from potstill.training.run import Callback, Run
 from potstill.training.setup import Parts, assemble
-from potstill.training.state import random_state, set_random_state
+from potstill.training.state import seed_step
 from potstill.training.step import Diverged, optimizer_step
 from potstill.types import PotstillError, StepBatch
 
@@ -86,8 +86,7 @@ class Loop:
 
     def advance(self) -> None:
         """Take the next step, or end the run: where a signal came, where there is no more text, by an error."""
-        run, device = self.run, self.parts.device
-        random = random_state(device)  # of which the micro-batches of a step that is not taken draw
+        run = self.run
         try:
             if self.stop():  # since the last look
                 raise StoppedWaiting
@@ -96,16 +95,15 @@ class Loop:
             if following is None:
                 self._end_of_text()
                 return
+            seed_step(self.parts.recipe.train.seed, run.step, ranks().dp.index)
             metrics = optimizer_step(self.parts, following, run, self.clock)
         except StoppedWaiting:  # for a server that is away, say. The step is not taken
-            set_random_state(random, device)
             run.stopped_by = self.stop.name
             self.saver.save_rest()
             return
         except Diverged:
             raise
         except PotstillError as error:  # of a server that stays away, of a record: the steps so far are sound
-            set_random_state(random, device)
             raise self.saver.save_despite(error) from error
         self._taken(following.step, metrics)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Progress:
-    """Where a run stands: all that is needed, besides weights, optimizers and random state, to resume it."""
+    """Where a run stands: all that is needed, besides weights and optimizers, to resume it."""
 
     step: int = 0  # optimizer steps taken so far
     tokens: int = 0  # supervised tokens so far

@@ -1,4 +1,4 @@
-"""What training resumes from, as named tensors in safetensors files: weights, optimizers' state, random state.
+"""What training resumes from, as named tensors in safetensors files: weights and optimizers' state.
 
 Nothing here is a pickle: torch.distributed.checkpoint puts where each piece belongs as JSON into the files' headers. What the
 checkpoint's model/ holds bit for bit is not written again.
@@ -6,6 +6,7 @@ checkpoint's model/ holds bit for bit is not written again.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Muon, Optimizer
 
 from potstill.models import quiet
-from potstill.parallel.mesh import ranks
+from potstill.parallel.weights import weights_of
 from potstill.types import PotstillError
 
 FILE_BYTES = 1 << 28  # of one file, since each is put together in memory
@@ -36,14 +37,13 @@ def save_state(folder: Path, model: Path, module: nn.Module, optimizers: Sequenc
     tensors = {name: tensor for name, tensor in weights.items() if name not in held}
     for slot, (optimizer, parameter) in _slots(module, optimizers).items():
         tensors |= {f"{slot}.{key}": value.detach() for key, value in optimizer.state.get(parameter, {}).items()}
-    tensors |= _random_tensors(next(module.parameters()).device)
     writer = HuggingFaceStorageWriter(str(folder), _files(tensors), save_distributed=True)
     with quiet():
         save(tensors, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
 
 
 def load_state(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Put a checkpoint's tensors into module, optimizers and random state. Of one that does not fit, nothing."""
+    """Put a checkpoint's tensors into module and optimizers. Of one that does not fit, nothing."""
     if not list((checkpoint / "state").glob("*.safetensors")):
         raise PotstillError(
             f"checkpoint {checkpoint} is of an earlier version of potstill, whose state/ could run code when it is read: end "
@@ -62,11 +62,10 @@ def load_state(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimiz
 def _load(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     state, model = checkpoint / "state", checkpoint / "model"
     stored, beside = _shapes(state), {f"model.{name}": shape for name, shape in _shapes(model).items()}
-    weights, slots, device = weights_of(module), _slots(module, optimizers), next(module.parameters()).device
-    # Another kind of device has a random state of its own, and a parameter that never had a gradient no optimizer state.
-    random = {name: value for name, value in _random_tensors(device).items() if name in stored}
+    weights, slots = weights_of(module), _slots(module, optimizers)
+    # A parameter that never had a gradient has no optimizer state.
     kept = {name: _room(*slots[slot], key) for name, slot, key in _parted(stored) if slot in slots}
-    tensors = weights | random | kept
+    tensors = weights | kept
     if misfit := _misfit(tensors, stored, beside):
         raise PotstillError(
             f"checkpoint {checkpoint} does not fit this recipe's student and optimizer ({misfit}): choose another folder with "
@@ -77,7 +76,6 @@ def _load(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) 
     for name, slot, key in _parted(kept):
         optimizer, parameter = slots[slot]
         optimizer.state[parameter][key] = kept[name]
-    set_random_state({key: random[name] for name, _, key in _parted(random)}, device)
 
 
 def _parted(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
@@ -94,34 +92,11 @@ def _room(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> Tensor:
     return torch.empty_like(parameter.detach())
 
 
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once however many names it has."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), (name, tensor.detach()))
-    return dict(found.values())
-
-
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Of the CPU and of the device the run is on."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        state["mps"] = torch.mps.get_rng_state()
-    return state
-
-
-def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    for key, value in state.items():
-        if key == "cuda":
-            torch.cuda.set_rng_state(value, device)
-        else:
-            (torch.mps if key == "mps" else torch).set_rng_state(value)
-
-
-def _random_tensors(device: torch.device) -> dict[str, Tensor]:
-    return {f"random.rank{ranks().rank}.{key}": value for key, value in random_state(device).items()}
+def seed_step(seed: int, step: int, dp_index: int) -> None:
+    """Before each optimizer step. What it draws then depends on nothing that came before it: there is no random state to save,
+    none to put back when a step is not taken, and a run can go on with any number of ranks. Ranks that share rows share it."""
+    mixed = hashlib.blake2b(f"{seed} {step} {dp_index}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(mixed, "little"))
 
 
 def _slots(module: nn.Module, optimizers: Sequence[Optimizer]) -> Slots:
@@ -142,7 +117,7 @@ def _misfit(tensors: Mapping[str, Tensor], stored: Mapping[str, torch.Size], bes
             return f"{name} is not in it"
         if there != tensor.shape:
             return f"{name} is {list(there)} there and {list(tensor.shape)} here"
-    without_place = [name for name in stored if name not in tensors and not name.startswith("random.")]
+    without_place = [name for name in stored if name not in tensors]
     return f"{without_place[0]} has no place here" if without_place else ""
 
 
