@@ -3,37 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import AdamW, Muon, Optimizer
 
 from potstill.config import LrScheduleConfig, OptimizerConfig
+from potstill.parallel.weights import here
 
 
 def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
     """AdamW, or Muon on the hidden matrices and AdamW on the rest (embeddings, head, norms, biases).
 
-    Each parameter group carries its peak learning rate as `peak`.
+    Each parameter group carries its peak learning rate as `peak`, and holds parameters that are spread over ranks alike: torch's
+    kernels for many tensors at once take no others.
     """
     hidden = _hidden_matrices(model, head) if config.name == "muon" else []
     taken = {id(p) for p in hidden}
-    rest: dict[float, list[nn.Parameter]] = {config.weight_decay: [], 0.0: []}  # by weight decay
-    for p in model.parameters():
-        if p.requires_grad and id(p) not in taken:
-            rest[config.weight_decay if p.dim() >= 2 else 0.0].append(p)
-    fused = all(
-        p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for some in rest.values() for p in some
-    )
-    groups = [{"params": some, "weight_decay": decay, "peak": config.lr} for decay, some in rest.items() if some]
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+    fused = all(p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for p in rest)
+    groups = [
+        {"params": alike, "weight_decay": decay, "peak": config.lr}
+        for decay, some in ((config.weight_decay, True), (0.0, False))
+        for alike in _alike(p for p in rest if (p.dim() >= 2) is some)
+    ]
     optimizers: list[Optimizer] = [AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)]
     if hidden:
-        group = {"params": hidden, "peak": config.muon_lr}
-        kind = Float32Muon if hidden[0].device.type == "cpu" else Muon
-        optimizers.append(kind([group], lr=config.muon_lr, weight_decay=config.weight_decay, momentum=config.momentum))
+        groups = [{"params": alike, "peak": config.muon_lr} for alike in _alike(hidden)]
+        own = hidden[0].device.type == "cpu" or isinstance(hidden[0], DTensor)
+        kind = StackedMuon if own else Muon
+        optimizers.append(kind(groups, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=config.momentum))
     return optimizers
+
+
+def _alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for p in parameters:
+        groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(groups.values())
 
 
 def _hidden_matrices(model: nn.Module, head: nn.Module) -> list[nn.Parameter]:
@@ -42,35 +54,71 @@ def _hidden_matrices(model: nn.Module, head: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in tables]
 
 
-class Float32Muon(Muon):
-    """torch's Muon with the orthogonalisation in float32 and matrices of one shape together. torch does it in bfloat16, one
-    by one, which is right for a GPU and some eight times slower on a CPU without bfloat16 arithmetic. The state is the same.
-    """
+class StackedMuon(Muon):
+    """torch's Muon with matrices of one shape together, and each of those that are spread over ranks orthogonalised by one rank:
+    it travels there and back, where torch's would be gathered anew for every product. In float32 on a CPU, where torch's
+    bfloat16 is some eight times slower. The state is the same."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[tuple[nn.Parameter, Tensor]]] = {}
+            by_shape: dict[Any, list[tuple[nn.Parameter, Tensor]]] = {}
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
                 buffer.lerp_(p.grad, 1 - group["momentum"])
                 update = p.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-                by_shape.setdefault(p.shape, []).append((p, update))
-            for shape, pairs in by_shape.items():
-                updates = _orthogonalised(torch.stack([u for _, u in pairs]), group)
+                placements = p.placements if isinstance(p, DTensor) else None
+                by_shape.setdefault((p.shape, placements), []).append((p, update))
+            for (shape, _), pairs in by_shape.items():
                 ratio = max(1.0, shape[0] / shape[1]) ** 0.5
-                for (p, _), update in zip(pairs, updates, strict=True):
-                    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * ratio)
+                for few in _few(pairs):
+                    updates = _orthogonalised([u for _, u in few], group)
+                    for (p, _), update in zip(few, updates, strict=True):
+                        part = here(p)
+                        part.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * ratio)
 
 
-def _orthogonalised(matrices: Tensor, group: dict[str, Any]) -> Tensor:
-    """Newton–Schulz iteration towards the nearest orthogonal matrices, [n, rows, columns]."""
+def _few(pairs: list[tuple[nn.Parameter, Tensor]]) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
+    """As many as there are ranks to share them, or all."""
+    first = pairs[0][0]
+    size = first.device_mesh.size() if isinstance(first, DTensor) else len(pairs)
+    for start in range(0, len(pairs), size):
+        yield pairs[start : start + size]
+
+
+def _orthogonalised(updates: list[Tensor], group: dict[str, Any]) -> Tensor:
+    """Matrices of one shape, or this rank's part of each, stacked: [n, rows, columns]."""
+    stack = torch.stack([here(update) for update in updates])
+    first = updates[0]
+    if not isinstance(first, DTensor):
+        return _nearest_orthogonal(stack, group)
+    mesh, spread = first.device_mesh, [_of_stack(placement) for placement in first.placements]
+    shape = torch.Size([len(updates), *first.shape])
+    stride = (first.shape[0] * first.shape[1], first.shape[1], 1)
+    parts = DTensor.from_local(stack, mesh, spread, run_check=False, shape=shape, stride=stride)
+    mine = parts.redistribute(placements=[Shard(0)] * mesh.ndim)
+    whole = _nearest_orthogonal(mine.to_local(), group)
+    back = DTensor.from_local(whole, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=stride)
+    return back.redistribute(placements=spread).to_local()
+
+
+def _of_stack(placement: Any) -> Any:
+    """Where a matrix's placement is in a stack of matrices."""
+    if placement.is_replicate():
+        return placement
+    if isinstance(placement, Shard):
+        return Shard(placement.dim + 1)
+    return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
+
+
+def _nearest_orthogonal(matrices: Tensor, group: dict[str, Any]) -> Tensor:
+    """Newton–Schulz iteration towards them, [n, rows, columns]."""
     a, b, c = group["ns_coefficients"]
     tall = matrices.shape[1] > matrices.shape[2]
-    x = (matrices.mT if tall else matrices).float()
+    x = (matrices.mT if tall else matrices).to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
     x = x / x.flatten(1).norm(dim=1).clamp(min=group["eps"])[:, None, None]
     for _ in range(group["ns_steps"]):
         gram = x @ x.mT

@@ -6,7 +6,7 @@ from tiny import tiny
 
 from potstill.config import LrScheduleConfig, OptimizerConfig
 from potstill.config.sections import Schedule
-from potstill.training.optimizer import Float32Muon, lr_factor, make_optimizers, set_lr
+from potstill.training.optimizer import StackedMuon, lr_factor, make_optimizers, set_lr
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_muon_takes_the_hidden_matrices_and_nothing_else(tied):
     assert muon.param_groups[0]["lr"] == 0.01
 
 
-def test_float32_muon_is_torch_muon():
+def test_stacked_muon_is_torch_muon():
     torch.manual_seed(0)
     start = [torch.randn(shape) * 0.1 for shape in [(8, 24), (24, 8), (8, 8), (8, 8)]]
     ours, theirs = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
     options = {"lr": 0.02, "weight_decay": 0.1}
-    optimizers = Float32Muon(ours, **options), torch.optim.Muon(theirs, **options)
+    optimizers = StackedMuon(ours, **options), torch.optim.Muon(theirs, **options)
     for _ in range(3):
         for a, b in zip(ours, theirs, strict=True):
             a.grad = torch.randn_like(a)
