@@ -20,8 +20,8 @@ from potstill.parallel.weights import here
 def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
     """AdamW, or Muon on the hidden matrices and AdamW on the rest (embeddings, head, norms, biases).
 
-    Each parameter group carries its peak learning rate as `peak`, and holds parameters that are spread over ranks alike: torch's
-    kernels for many tensors at once take no others.
+    Each parameter group carries its peak learning rate as `peak`, and holds parameters that are spread over ranks alike:
+    torch's kernels for many tensors at once take no others.
     """
     hidden = _hidden_matrices(model, head) if config.name == "muon" else []
     taken = {id(p) for p in hidden}
@@ -55,9 +55,9 @@ def _hidden_matrices(model: nn.Module, head: nn.Module) -> list[nn.Parameter]:
 
 
 class StackedMuon(Muon):
-    """torch's Muon with matrices of one shape together, and each of those that are spread over ranks orthogonalised by one rank:
-    it travels there and back, where torch's would be gathered anew for every product. In float32 on a CPU, where torch's
-    bfloat16 is some eight times slower. The state is the same."""
+    """torch's Muon with matrices of one shape together, and each of those that are spread over ranks orthogonalised by one
+    rank: it travels there and back, where torch's would be gathered anew for every product. In float32 on a CPU, where
+    torch's bfloat16 is some eight times slower. The state is the same."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
