@@ -31,6 +31,7 @@ FIELDS = {name: field.annotation for name, field in LossConfig.model_fields.item
 METHODS = get_args(CrossTokenizerConfig.model_fields["method"].annotation)
 WEIGHTINGS = get_args(get_args(FIELDS["teacher_weighting"])[0])
 STORED = {"holder": "cache", "temperatures": (1.0, 2.0)}
+SERVED = {"holder": "server", "server": "potstill"}
 
 # Each axis: what its values are called, and what they are.
 AXES: dict[str, dict[str, dict[str, Any]]] = {
@@ -42,10 +43,10 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "cache, `top_k`, imported": {**STORED, "signal": "top_k", "imported": True},
         "cache, `sampled`": {"holder": "cache", "signal": "sampled"},
         "cache, `token_logprobs`": {"holder": "cache", "signal": "token_logprobs"},
-        "server, `hidden`": {"holder": "server", "signal": "hidden"},
-        "server, `top_k`": {"holder": "server", "signal": "top_k"},
-        "server, `token_logprobs`": {"holder": "server", "signal": "token_logprobs"},
-        "server, `student_top_k`": {"holder": "server", "signal": "student_top_k"},
+        "server, `hidden`": {**SERVED, "signal": "hidden"},
+        "server, `top_k`": {**SERVED, "signal": "top_k"},
+        "server, `token_logprobs`": {**SERVED, "signal": "token_logprobs"},
+        "server, `student_top_k`": {**SERVED, "signal": "student_top_k"},
     },
     "divergence": {f"`{name}`": {"divergence": name} for name in get_args(FIELDS["divergence"])},
     "tokenizer": {
@@ -87,6 +88,28 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "`teachers[0].ranks: 1`": {"own_ranks": True},
         "`teachers[0].placement: shard`": {"placement": "shard"},
     },
+    "server": {"`potstill serve`": {"server": "potstill"}, "OpenAI-compatible (vLLM)": {"server": "openai"}},
+    "asked": {
+        "`top_k`": {"holder": "server", "signal": "top_k"},
+        "`top_k` at 2": {"holder": "server", "signal": "top_k", "temperature": 2.0},
+        "`token_logprobs`": {"holder": "server", "signal": "token_logprobs", "divergence": "policy_gradient_kl"},
+        "`hidden`": {"holder": "server", "signal": "hidden"},
+        "`student_top_k`": {"holder": "server", "signal": "student_top_k"},
+        "a cache of `top_k`": {"holder": "cache", "signal": "top_k"},
+        "a cache of `top_k` at 1 and 2": {**STORED, "signal": "top_k"},
+        "a cache of `top_k`, with `tail_samples`": {"holder": "cache", "signal": "top_k", "tail_samples": True},
+        "a cache of `hidden`": {"holder": "cache", "signal": "hidden"},
+        "a cache of `sampled`": {"holder": "cache", "signal": "sampled"},
+        "text": {"holder": "server", "signal": "top_k", "text": frozenset({"teacher"}), "writes": True},
+    },
+    "compared": {
+        "a model": {"compared": True},
+        "a model with another tokenizer": {"compared": True, "tokenizer": "other"},
+        "a cache beside a model": {"compared": True, "holder": "cache", "signal": "hidden"},
+        "a cache alone": {"compared": True, "holder": "cache", "signal": "hidden", "alone": True},
+        "a server": {"compared": True, **SERVED, "signal": "hidden"},
+    },
+    "evaluation": {"`eval.on_policy_samples`, and no other teacher": {}},
     "cache": {"beside a model or server": {}, "alone": {"alone": True}},
 }
 TABLES = [
@@ -99,6 +122,8 @@ TABLES = [
     ("Divergences and whose text is trained on", "divergence", "text"),
     ("Divergences and temperatures", "divergence", "temperature"),
     ("Divergences and the rest of the loss", "divergence", "loss"),
+    ("Servers and what they are asked for", "asked", "server"),
+    ("Teachers that the student's own text is compared with", "compared", "evaluation"),
     ("Caches and whose text is trained on", "cache", "text"),
     ("Whose text is trained on and how the work is spread", "parallel", "text"),
 ]

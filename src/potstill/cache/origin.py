@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -154,25 +155,25 @@ def read_head(
 ) -> Head:
     """What `save_head` wrote, over so many ids (None: all), of hidden states of that width. ValueError: what is wrong."""
     numbers = {name: float(about[name]) for name in ("softcap", "logit_scale") if name in about}
-    for problem in _head_problems(tensors, numbers, rows, width):
+    problems = [f"{name} is {value}" for name, value in numbers.items() if not 0 < value < np.inf]
+    for problem in chain(_head_problems(tensors, rows, width), problems):  # the first; those after it may rest on it
         raise ValueError(problem)
     bias = tensors.get("bias")
     softcap, scale = numbers.get("softcap"), numbers.get("logit_scale", 1.0)
     return Head(tensors["weight"][:rows], None if bias is None else bias[:rows], softcap, scale)
 
 
-def _head_problems(
-    tensors: Mapping[str, Tensor], numbers: Mapping[str, float], rows: int | None, width: int | None
-) -> Iterator[str]:
+def _head_problems(tensors: Mapping[str, Tensor], rows: int | None, width: int | None) -> Iterator[str]:
     if not {"weight"} <= set(tensors) <= {"weight", "bias"}:
         yield f"it has {', '.join(sorted(tensors)) or 'nothing'} where weight, and perhaps bias, were expected"
-    weight, bias = tensors["weight"], tensors.get("bias")
     yield from (f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if tensor.dtype not in HEAD_DTYPES)
+    weight = tensors["weight"]
+    bias = tensors.get("bias", weight.new_zeros(weight.shape[:1]))
     found = list(weight.shape)
-    if len(found) != 2 or found[0] < (rows or 0) or width not in (None, found[1]):
-        yield f"weight is {found} where {[rows or 'any', width or 'any']} was expected"
-    if bias is not None and list(bias.shape) != found[:1]:
+    expected = [rows or "any", width or "any"]
+    if len(found) != 2 or found[0] < (rows or 0) or expected[1] not in ("any", found[1]):
+        yield f"weight is {found} where {expected} was expected"
+    if list(bias.shape) != found[:1]:
         yield f"bias is {list(bias.shape)} where {found[:1]} was expected"
-    if not weight.isfinite().all() or (bias is not None and bias.isnan().any()):
+    if not weight.isfinite().all() or bias.isnan().any():
         yield "there are numbers in it that are not finite"
-    yield from (f"{name} is {value}" for name, value in numbers.items() if not 0 < value < np.inf)

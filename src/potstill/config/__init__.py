@@ -4,6 +4,7 @@ no mode flags that could contradict the rest. `docs/recipe.md` and `potstill sch
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pydantic import Field, model_validator
 
@@ -77,9 +78,11 @@ class Recipe(Section):
         return self
 
     def _incompatible(self) -> Iterator[str]:
+        live = any((teacher.model or teacher.source) is not None for teacher in self.teachers)
+        compared = self.eval is not None and self.eval.on_policy_samples > 0 and not live
         for index, teacher in enumerate(self.teachers or [None]):
             combination = Combination.of(teacher, self.loss, self.rollouts, self.parallel, first=index == 0)
-            yield from reasons(combination, f"teachers[{index}]")
+            yield from reasons(replace(combination, compared=compared), f"teachers[{index}]")
 
     def _conflicts(self) -> Iterator[str]:
         """Between numbers of different sections, and what there is nothing to learn from."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from potstill.config.models import TeacherConfig
+from potstill.config.models import StoreConfig, TeacherConfig
 from potstill.config.rollouts import RolloutsConfig
 from potstill.config.sections import fixed_value
 from potstill.config.training import LossConfig, ParallelConfig
@@ -25,6 +25,8 @@ class Combination:
     signal: str | None = "live"  # None: no teacher, a source of the user's own, or a cache that has not been read yet
     holder: Literal["model", "cache", "server"] = "model"  # what the signal is read from
     alone: bool = False  # a cache without a model or server beside it
+    server: Literal["potstill", "openai", "unknown"] | None = None  # that computes it; before it was asked, unknown
+    tail_samples: bool = False  # a cache is to keep draws from the rest
     imported: bool = False  # a cache of another system's files
     temperatures: tuple[float, ...] = (1.0,)  # at which a cache can be read
     tokenizer: Literal["same", "other"] | None = "same"  # None: not compared yet
@@ -39,6 +41,7 @@ class Combination:
     filter: bool = False
     text: frozenset[Text] = frozenset()  # whose is trained on; empty: not known here
     writes: bool = False  # this teacher writes some of the text
+    compared: bool = False  # eval.on_policy_samples: with no other teacher than this one
     greedy: bool = False  # text is written without sampling
     ranks: int = 1  # processes of the run; before they are counted, 1
     cp: int = 1
@@ -80,17 +83,22 @@ class Combination:
         context, method = teacher.context_column is not None, teacher.cross_tokenizer.method
         made = replace(made, method=method, context_column=context, filter=bool(teacher.filter))
         made = replace(made, placement=teacher.placement, own_ranks=teacher.ranks > 0)
+        made = replace(made, server=None if teacher.server is None else "unknown")
         if teacher.kind != "cache":
             signal = {"model": "live", "server": teacher.remote.kind}.get(teacher.kind)
             return replace(made, holder="server" if teacher.kind == "server" else "model", signal=signal)
-        made = made.stored(teacher.store.kind, tuple(teacher.store.temperatures))
-        alone = teacher.model is None and teacher.server is None
-        return replace(made, signal=None, alone=True) if alone else made
+        if teacher.model is None and teacher.server is None:
+            return replace(made, holder="cache", alone=True)
+        return made.computed(teacher.store)
 
     def stored(self, kind: str, temperatures: tuple[float, ...], imported: bool = False) -> Combination:
         """With a cache of that kind, which top_k can be read at those temperatures."""
         known = temperatures if kind == "top_k" else (1.0,)
         return replace(self, holder="cache", signal=kind, temperatures=known, imported=imported)
+
+    def computed(self, store: StoreConfig) -> Combination:
+        """With a cache that a model or a server fills."""
+        return replace(self.stored(store.kind, tuple(store.temperatures)), tail_samples=store.tail_samples > 0)
 
     @property
     def policy_gradient(self) -> bool:
@@ -105,6 +113,13 @@ class Combination:
     def entries(self) -> bool:
         """Whether the signal is less than hidden states: it was taken at certain temperatures, and is not the whole of it."""
         return self.signal not in (None, "live", "hidden")
+
+    @property
+    def asked_at(self) -> set[float | str]:
+        """The temperatures that whoever computes top_k is asked for."""
+        if self.holder == "cache":
+            return set(self.temperatures)
+        return {1.0 if self.other else self.temperature}
 
     @property
     def asks_trust(self) -> bool:
@@ -140,6 +155,26 @@ CHUNKED = (
     "projection",
     "span_likelihood",
 )  # methods that need the likelihoods of the text's own tokens
+
+# What an OpenAI-compatible server can be asked for: of a text, its own tokens and the likeliest ones, as they are.
+OF_SERVERS = (
+    Rule(
+        "signal",
+        lambda c: c.server == "openai" and c.signal in ("hidden", "sampled", "student_top_k"),
+        "only `potstill serve` gives kind {signal}, and this is another server: choose top_k or token_logprobs",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.server == "openai" and c.signal == "top_k" and c.tail_samples,
+        "only `potstill serve` gives draws from the rest, and this is another server: leave tail_samples out",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.server == "openai" and c.signal == "top_k" and c.asked_at != {1.0},
+        "this server gives log-probabilities at temperature 1 only: set loss.temperature to 1, and store.temperatures to [1], "
+        "or use `potstill serve`, which gives all of them",
+    ),
+)
 
 RULES = (
     # The loss
@@ -188,6 +223,16 @@ RULES = (
         lambda c: c.writes and c.context_column,
         "the first teacher has a prompt of its own, which what it writes would not be an answer to: leave "
         "teachers[0].context_column out",
+    ),
+    Rule(
+        "rollouts.teacher_fraction",
+        lambda c: c.writes and c.server == "potstill",
+        "the first teacher is behind `potstill serve`, which scores and does not write: give it as model, or behind vLLM",
+    ),
+    Rule(
+        "eval.on_policy_samples",
+        lambda c: c.compared and (c.alone or c.server is not None or c.tokenizer != "same"),
+        "needs a live teacher (model) with the student's tokenizer to be compared with: set it to 0",
     ),
     # How the work is spread
     Rule(
@@ -254,6 +299,7 @@ RULES = (
         "the cache was imported, and does not know how likely the text's own tokens were where they are not among the "
         "entries, which policy_gradient_kl needs: take another loss.divergence, or a cache that was built here",
     ),
+    *OF_SERVERS,
     # Temperatures
     Rule(
         "signal",
@@ -368,6 +414,12 @@ def reasons(combination: Combination, where: str, signal: str | None = None) -> 
     keys = {"teacher": where, "signal": signal or where + held}
     words = combination.words()
     return [f"{keys.get(rule.key, rule.key)}: {rule.reason.format(**words)}" for rule in refusals(combination)]
+
+
+def not_given(store: StoreConfig) -> list[str]:
+    """Why an OpenAI-compatible server cannot fill a cache of that kind."""
+    asked = Combination(server="openai").computed(store)
+    return [rule.reason.format(**asked.words()) for rule in OF_SERVERS if rule.refuses(asked)]
 
 
 def check(combination: Combination, where: str, signal: str | None = None) -> None:

@@ -178,20 +178,24 @@ class TeacherConfig(Section):
             raise ValueError("give model or server, not both: they would be two teachers")
         if "source" in given and len(given) > 1:
             raise ValueError("source goes without model, server and cache")
-        if self.on_missing == "skip" and ("model" in given or "server" in given):
+        if self.on_missing == "skip" and {"model", "server"} & set(given):
             raise ValueError(
                 "on_missing: skip goes with a cache alone; with model or server beside it, what is missing is computed"
             )
-        if "model" not in given and (self.ranks or self.placement != "replicate"):
-            raise ValueError("placement and ranks go with model")
-        if self.placement != "replicate" and (self.ranks or self.quantize):
-            other = "ranks" if self.ranks else "quantize"
-            raise ValueError(f"placement: {self.placement} goes without {other}: leave one of the two out")
+        if self.ranks or self.placement != "replicate":
+            self._placed()
         if "server" in given:
             self._served()
-        elif self.tokenizer or self.served_model_name or self.remote != RemoteConfig():
+        elif (self.tokenizer, self.served_model_name, self.remote) != (None, None, RemoteConfig()):
             raise ValueError("tokenizer, served_model_name and remote go with server")
         return self
+
+    def _placed(self) -> None:
+        if self.model is None:
+            raise ValueError("placement and ranks go with model")
+        others = [name for name in ("ranks", "quantize") if getattr(self, name)]
+        if self.placement != "replicate" and others:
+            raise ValueError(f"placement: {self.placement} goes without {others[0]}: leave one of the two out")
 
     def _served(self) -> None:
         own = {"revision": self.revision, "quantize": self.quantize, "attn_implementation": self.attn_implementation}

@@ -50,10 +50,7 @@ class RunEvaluation:
         self._on_policy: OnPolicyEval | None = None
         if config is not None and config.on_policy_samples:
             if not teacher_set.live:
-                raise PotstillError(
-                    "eval.on_policy_samples needs a live teacher (model) with the student's tokenizer to be compared with: set "
-                    "it to 0"
-                )
+                check(Combination(tokenizer="other", compared=True), "teachers")
             self._on_policy = OnPolicyEval(student, teacher_set.live[0], config, recipe.rollouts)
             self.notes += self._on_policy.notes
 
@@ -128,7 +125,7 @@ def behind_server(
             f"{key}.max_length is {data.max_length} and the teacher at {config.server} reads {origin.positions} tokens: set "
             f"{key}.max_length to {origin.positions} or less"
         )
-    kind = "hidden" if origin.server.whole and (exact or config.remote.kind != "top_k") else "top_k"
+    kind = "hidden" if origin.server.api == "potstill" and (exact or config.remote.kind != "top_k") else "top_k"
     remote = config.remote.model_copy(update={"kind": kind})
     # Held-out text has no columns: the teacher is asked about all of it, without a prompt of its own.
     asked = config.model_copy(update={"remote": remote, "filter": {}, "context_column": None})

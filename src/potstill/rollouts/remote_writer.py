@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from potstill.config import SamplingConfig
+from potstill.config.compatibility import Combination, check
 from potstill.rollouts.engine import Completion, GenerationRequest
 from potstill.rollouts.vllm_requests import check_sampling, completion, read_text, request
 from potstill.serving.openai import OpenAIServer
 from potstill.teachers.remote import RemoteOrigin
-from potstill.types import PotstillError
 
 
 class RemoteWriter:
@@ -20,11 +20,8 @@ class RemoteWriter:
     notes: Sequence[str] = ()
 
     def __init__(self, origin: RemoteOrigin, sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
-        if not isinstance(origin.server, OpenAIServer):
-            raise PotstillError(
-                f"rollouts.teacher_fraction: {origin.server.connection.address} is a `potstill serve`, which scores and does "
-                "not write: give the first teacher as model, or behind vLLM"
-            )
+        check(Combination(server=origin.server.api, writes=True), "teachers[0]")
+        assert isinstance(origin.server, OpenAIServer)
         check_sampling(sampling)
         self._server, self._sampling, self._stop_ids = origin.server, sampling, stop_ids
 

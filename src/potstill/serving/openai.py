@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from potstill.cache.origin import CLOSE, Identity
 from potstill.cache.reading import template_fingerprint, tokenizer_fingerprint
 from potstill.config import StoreConfig, TeacherConfig
+from potstill.config.compatibility import not_given
 from potstill.http_client import NO_SUCH_PATH, SMALL, Connection, Refused
 from potstill.models import load_tokenizer
 from potstill.serving.protocol import Given
@@ -55,7 +56,7 @@ class OpenAIServer:
     """A server with `/v1/completions`. `score` gives the rows of documents, checked, on any thread."""
 
     request_tokens = 0  # each document has a request of its own
-    whole = False  # no hidden states, draws or likelihoods of any ids, and one temperature
+    api: Literal["openai"] = "openai"  # no hidden states, draws or likelihoods of any ids, and one temperature
 
     def __init__(self, connection: Connection, config: TeacherConfig) -> None:
         self.connection = connection
@@ -128,16 +129,8 @@ class OpenAIServer:
             )
 
     def format(self, store: StoreConfig) -> SignalKind:
-        if store.kind not in ("top_k", "token_logprobs") or store.tail_samples:
-            what = "draws from the rest" if store.kind == "top_k" else f"kind {store.kind}"
-            raise self.connection.error(
-                f"only `potstill serve` gives {what}: choose top_k or token_logprobs, without tail_samples"
-            )
-        if set(store.temperatures) != {1.0}:
-            raise self.connection.error(
-                "it gives log-probabilities at temperature 1 only: set loss.temperature to 1, or use `potstill serve`, which "
-                "gives all of them"
-            )
+        for reason in not_given(store):
+            raise self.connection.error(reason)
         return kind_for(store, self.vocabulary, 0, "float32")
 
     def head(self, width: int) -> Head:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -197,7 +197,7 @@ class PotstillServer:
 
     request_tokens = 2048  # of documents that share a request
     probe: Sequence[float] | None = None
-    whole = True
+    api: Literal["potstill"] = "potstill"
 
     def __init__(self, connection: Connection, version: dict[str, Any]) -> None:
         self.connection = connection

@@ -63,9 +63,11 @@ class Opening:
         """At which its signal is read; one that moves over the run goes with hidden states, which serve all."""
         return fixed_value(self.loss.temperature) or 1.0
 
-    def check(self, difference: str | None) -> None:
+    def check(self, difference: str | None, origin: LanguageModel | RemoteOrigin | None = None) -> None:
         """That the recipe's combination can be, with what the recipe does not tell. `difference`: of the tokenizers."""
         found = replace(Combination.of(self.config, self.loss), tokenizer="same" if difference is None else "other")
+        if isinstance(origin, RemoteOrigin):
+            found = replace(found, server=origin.server.api)
         if found.alone:
             manifest = read_manifest(Path(self.config.cache or ""))
             form = manifest.form
@@ -123,9 +125,9 @@ def open_served(opening: Opening, origin: RemoteOrigin | None = None) -> Opened:
     config, student, temperature = opening.config, opening.student, opening.temperature
     origin = origin or open_server(config, opening.where)
     reason = difference(student.tokenizer, origin.tokenizer)
-    opening.check(reason)
+    opening.check(reason, origin)
     if reason is not None or config.context_column is not None:
-        form = server_form(config, origin, origin.server.vocabulary, 1.0, opening.where)
+        form = server_form(config, origin, origin.server.vocabulary, 1.0)
         view, width = opening.cross_view(origin.tokenizer, form.vocabulary)
         reader = opening.reader(origin.tokenizer, origin.positions)
         source: SignalSource = ServedSignal(origin, form, width, temperature, reader)
@@ -137,7 +139,7 @@ def open_served(opening: Opening, origin: RemoteOrigin | None = None) -> Opened:
         )
     width = same_tokenizer(student.tokenizer, origin.tokenizer, opening.where)
     width = min(width, student.vocabulary, origin.server.vocabulary)
-    form = server_form(config, origin, width, temperature, opening.where)
+    form = server_form(config, origin, width, temperature)
     of_student = config.remote.kind == "student_top_k"
     source = StudentTopK(origin, student, form) if of_student else ServedSignal(origin, form, width, temperature)
     return Opened(opening.teacher(source, SameTokenizerView(logprobs_only=opening.loss.policy_gradient)), origin)
@@ -154,7 +156,7 @@ def open_cached(opening: Opening) -> Opened:
         computes = open_server(config, opening.where)
     tokenizer = _cached_tokenizer(folder, where) if computes is None else computes.tokenizer
     reason = difference(student.tokenizer, tokenizer)
-    opening.check(reason)  # before there is a folder
+    opening.check(reason, computes)  # before there is a folder
     if computes is not None:
         origin = LiveOrigin(computes, config.name) if isinstance(computes, LanguageModel) else computes
         if reason is not None:

@@ -168,19 +168,15 @@ class StudentTopK(SignalSource):
         self._origin.close()
 
 
-def server_form(config: TeacherConfig, origin: RemoteOrigin, width: int, temperature: float, where: str) -> SignalKind:
+def server_form(config: TeacherConfig, origin: RemoteOrigin, width: int, temperature: float) -> SignalKind:
     """What the server is asked for, over its first `width` ids."""
-    remote, whole = config.remote, origin.server.whole
+    remote = config.remote
     k = min(remote.k, width)
     if remote.kind == "student_top_k":
-        if not whole:
-            raise PotstillError(
-                f"{where}.remote.kind: only `potstill serve` can be asked about given tokens: use top_k"
-            )
         return kinds.Given(width, k=k, temperatures=(temperature,))
     settings = {"k": k, "temperatures": [temperature]} if remote.kind == "top_k" else {}
     form = origin.format(StoreConfig.model_validate({"kind": remote.kind, **settings}))
-    if form.vocabulary != width and not whole and form.kind != "hidden":
+    if form.vocabulary != width and origin.server.api == "openai":
         raise PotstillError(
             f"the probabilities of {config.server} are over {form.vocabulary} ids and the student's tokenizer has {width}: "
             "take the teacher's tokenizer for the student (student.tokenizer)"

@@ -54,45 +54,29 @@ def roles_of(
     """Role → ids: what the tokenizer declares (`bos` …) before what names suggest. A special that nobody knows has its own
     content as its role, so that the same token of another vocabulary is found."""
     by_content = {content: index for index, content in sorted(specials.items(), reverse=True)}
-    found: dict[str, list[int]] = {}
-
-    def give(role: str, index: int) -> None:
-        ids = found.setdefault(role, [])
-        if index not in ids:
-            ids.append(index)
-
-    for role, content in declared.items():
-        if content in by_content:
-            give(role, by_content[content])
-    before, after = _around(post_processor)
-    for role, contents in (("bos", before), ("eos", after)):
-        for content in contents:
-            if content in by_content and _BY_NAME.get(content) not in ("cls", "sep"):
-                give(role, by_content[content])
-    for index, content in sorted(specials.items()):
-        if content in _BY_NAME:
-            give(_BY_NAME[content], index)
-    known = {index for ids in found.values() for index in ids}
-    for index, content in sorted(specials.items()):
-        if index not in known:
-            give(content, index)
-    order = [*(role for role in NAMES if role in found), *(role for role in found if role not in NAMES)]
-    return {role: tuple(found[role]) for role in order}
+    said = (*declared.items(), *_around(post_processor))
+    given = [(role, by_content[content]) for role, content in said if content in by_content]
+    given += [(_BY_NAME[content], index) for index, content in sorted(specials.items()) if content in _BY_NAME]
+    known = {index for _, index in given}
+    given += [(content, index) for index, content in sorted(specials.items()) if index not in known]
+    found: dict[str, dict[int, None]] = {role: {} for role in NAMES}  # in this order, each id once
+    for role, index in given:
+        found.setdefault(role, {})[index] = None
+    return {role: tuple(ids) for role, ids in found.items() if ids}
 
 
-def _around(processor: Mapping[str, Any] | None) -> tuple[list[str], list[str]]:
-    """The special tokens that a tokenizer puts directly before and after a text of its own accord."""
+def _around(processor: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """The special tokens that a tokenizer puts directly before (bos) and after (eos) a text of its own accord."""
     if processor is None:
-        return [], []
+        return []
     if processor["type"] == "Sequence":
-        inner = [_around(each) for each in processor["processors"]]
-        return [c for before, _ in inner for c in before], [c for _, after in inner for c in after]
+        return [said for each in processor["processors"] for said in _around(each)]
     if processor["type"] != "TemplateProcessing":
-        return [], []
-    single = processor["single"]
-    text = next((at for at, piece in enumerate(single) if "Sequence" in piece), len(single))
-    names = [piece["SpecialToken"]["id"] if "SpecialToken" in piece else None for piece in single]
-    return [n for n in names[:text][:1] if n], [n for n in names[text + 1 :][-1:] if n]
+        return []
+    names = [piece.get("SpecialToken", {}).get("id") for piece in processor["single"]]  # None: the text
+    text = names.index(None) if None in names else len(names)
+    said = [("bos", name) for name in names[:text][:1]] + [("eos", name) for name in names[text + 1 :][-1:]]
+    return [(role, name) for role, name in said if name and _BY_NAME.get(name) not in ("cls", "sep")]
 
 
 def pairing_roles(special: Mapping[str, tuple[int, ...]]) -> dict[int, set[str]]:

@@ -277,19 +277,10 @@ def _build(
     pieces, fallbacks = decode_tokens([token or "" for token in tokens], spec["decoder"])
     kinds = np.array([ABSENT if token is None else TEXT for token in tokens], dtype=np.uint8)
     kinds[fallbacks] = BYTE
-    contents: dict[int, str] = {}
     for token in spec["added_tokens"]:
-        index = token["id"]
-        if token["special"] or index in specials:
-            contents[index] = token["content"]
-        elif tokens[index] is None:  # it stands in the text as it is written
-            kinds[index], pieces[index] = TEXT, token["content"].encode()
-    unknown = _unknown(spec["model"], tokens)
-    if unknown is not None:
-        contents.setdefault(unknown, tokens[unknown] or "")
-    roles = roles_of(contents, declared, spec["post_processor"])
-    if unknown is not None and unknown not in roles.get("unk", ()):
-        roles["unk"] = (*roles.get("unk", ()), unknown)
+        if tokens[token["id"]] is None:  # it stands in the text as it is written
+            kinds[token["id"]], pieces[token["id"]] = TEXT, token["content"].encode()
+    contents, roles = _special(spec, tokens, declared, specials)
     kinds[list(contents)] = SPECIAL
     pieces = [piece if kind in (TEXT, BYTE) else b"" for piece, kind in zip(pieces, kinds.tolist(), strict=True)]
     prefix, always = prefix_of(spec)
@@ -298,6 +289,21 @@ def _build(
         special=roles, contents=contents, identity=keeps_text(spec) and (prefix == "none" or always),
         prefix=prefix, prefix_always=always, fingerprint=fingerprint, name=name,
     )  # fmt: skip
+
+
+def _special(
+    spec: Mapping[str, Any], tokens: list[str | None], declared: Mapping[str, str], specials: set[int]
+) -> tuple[dict[int, str], dict[str, tuple[int, ...]]]:
+    """Id → how a special is written, and role → the ids that have it."""
+    added = spec["added_tokens"]
+    contents = {token["id"]: token["content"] for token in added if token["special"] or token["id"] in specials}
+    unknown = _unknown(spec["model"], tokens)
+    if unknown is None:
+        return contents, roles_of(contents, declared, spec["post_processor"])
+    contents.setdefault(unknown, tokens[unknown] or "")
+    roles = roles_of(contents, declared, spec["post_processor"])
+    roles["unk"] = tuple(dict.fromkeys((*roles.get("unk", ()), unknown)))
+    return contents, roles
 
 
 def _unknown(model: Mapping[str, Any], tokens: list[str | None]) -> int | None:

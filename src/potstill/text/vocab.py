@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -109,20 +110,23 @@ def _pair_texts(
 def _pair_specials(
     student: TokenTable, teacher: TokenTable, partner: npt.NDArray[np.int32], taken: npt.NDArray[np.bool_]
 ) -> None:
-    ours, theirs = pairing_roles(student.special), pairing_roles(teacher.special)
-    roles = [*NAMES, *(role for role in student.special if role not in NAMES)]
-    for same_name in (True, False):  # within a role, what has the same name too belongs together
-        for role in roles:
-            for index in student.special.get(role, ()):
-                for other in teacher.special.get(role, ()):
-                    named = student.contents[index] == teacher.contents[other]
-                    both = role in ours[index] and role in theirs[other]
-                    if partner[index] < 0 and not taken[other] and both and (named or not same_name):
-                        partner[index], taken[other] = other, True
+    same_role = list(_of_one_role(student, teacher))
     by_content = {content: index for index, content in teacher.contents.items()}
-    for index, content in student.contents.items():
-        if partner[index] < 0 and content in by_content and not taken[by_content[content]]:
-            partner[index], taken[by_content[content]] = by_content[content], True
+    same_name = [(i, by_content[content]) for i, content in student.contents.items() if content in by_content]
+    # Within a role, what has the same name too belongs together.
+    named = [(index, other) for index, other in same_role if student.contents[index] == teacher.contents[other]]
+    for index, other in (*named, *same_role, *same_name):
+        if partner[index] < 0 and not taken[other]:
+            partner[index], taken[other] = other, True
+
+
+def _of_one_role(student: TokenTable, teacher: TokenTable) -> Iterator[tuple[int, int]]:
+    """Specials that may be paired by a role, in the order of the roles."""
+    ours, theirs = pairing_roles(student.special), pairing_roles(teacher.special)
+    for role in (*NAMES, *(role for role in student.special if role not in NAMES)):
+        for index, other in product(student.special.get(role, ()), teacher.special.get(role, ())):
+            if role in ours[index] and role in theirs[other]:
+                yield index, other
 
 
 def _projection(

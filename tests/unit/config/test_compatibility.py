@@ -23,13 +23,16 @@ from tiny import CPU, LLAMA
 from tiny_models import write_jsonl
 from torch import Tensor, nn
 
-from potstill.config import DataConfig, LossConfig, RolloutsConfig, StudentConfig, TeacherConfig
+from potstill.config import DataConfig, LossConfig, RolloutsConfig, SamplingConfig, StudentConfig, TeacherConfig
 from potstill.config.compatibility import MOVING, RULES, Combination, Rule, reasons, refusals
 from potstill.config.recipe import load_recipe
 from potstill.data import collate
+from potstill.evals.reference import RunEvaluation
 from potstill.models import LanguageModel, load_student, load_teacher
+from potstill.rollouts.remote_writer import RemoteWriter
 from potstill.teachers.combine import compute_targets
 from potstill.teachers.open import open_teachers
+from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.teacher import Teacher
 from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import Batch, Head, HiddenTarget, PotstillError, Prepared, Target
@@ -76,6 +79,8 @@ def every_combination() -> dict[Combination, tuple[Rule, ...]]:
 
 class Fixed:
     """A student whose hidden states are the parameters: the loss and its gradients are real, and take a millisecond."""
+
+    context = None
 
     def __init__(self, student: LanguageModel, batch: Batch) -> None:
         self.model = nn.Module()
@@ -174,7 +179,10 @@ class Bench:
     def open(self, c: Combination) -> Any:
         student = self.students[c.tokenizer or "same"]
         configs = [TeacherConfig.model_validate(self.teacher_keys(c))]
-        return open_teachers(configs, student, self.data, LossConfig.model_validate(self.loss_keys(c)), CPU).teachers[0]
+        opened = open_teachers(configs, student, self.data, LossConfig.model_validate(self.loss_keys(c)), CPU)
+        if c.writes and isinstance(opened.writer, RemoteOrigin):
+            RemoteWriter(opened.writer, SamplingConfig(), [])
+        return opened.teachers[0]
 
     def told(self, c: Combination) -> Told:
         own, what = "student" in c.text, (c.signal, c.holder, c.imported, c.temperatures, c.temperature)
@@ -266,7 +274,9 @@ def test_what_is_refused_is_refused_when_the_recipe_loads_or_its_teachers_open(b
             opened |= set(rules)
             with pytest.raises(PotstillError) as caught:
                 bench.open(c)
-            assert str(caught.value) == "\n".join(reasons(c, "teachers[0]"))
+            # Who writes is asked once the teachers are open.
+            told = reasons(replace(c, writes=False), "teachers[0]") or reasons(c, "teachers[0]")
+            assert str(caught.value) == "\n".join(told)
 
 
 def _configs(keys: dict[str, Any]) -> tuple[TeacherConfig, LossConfig, RolloutsConfig]:
@@ -281,4 +291,31 @@ def test_every_rule_refuses_something() -> None:
     broken = {rule for rules in every_combination().values() for rule in rules}
     pairs = product(*(TOOL.AXES[axis].values() for axis in ("signal", "divergence", "text", "loss", "parallel")))
     broken |= {rule for fields in pairs for rule in refusals(TOOL.combined(*fields))}
+    servers = product(*(TOOL.AXES[axis].values() for axis in ("asked", "server")))
+    others = (*servers, *product(TOOL.AXES["compared"].values()))
+    broken |= {rule for fields in others for rule in refusals(TOOL.combined(*fields))}
     assert broken == set(RULES)
+
+
+def test_own_text_is_compared_with_a_live_teacher(bench: Bench) -> None:
+    """Caches alone and servers are refused when the recipe loads; another tokenizer, when the evaluation is made."""
+    held_out = {"data": {**bench.data.model_dump(exclude_none=True), "max_length": 512}, "on_policy_samples": 2}
+    (rule,) = (rule for rule in RULES if rule.key == "eval.on_policy_samples")
+    for name, fields in TOOL.AXES["compared"].items():
+        c = TOOL.combined(fields)
+        keys = bench.recipe(c) | {"eval": held_out}
+        if c.alone or c.server:
+            with pytest.raises(PotstillError) as caught:
+                load_recipe(keys)
+            assert str(caught.value).endswith(f"{rule.key}: {rule.reason}"), name
+            continue
+        recipe, student = load_recipe(keys), bench.students[str(c.tokenizer)]
+        teachers = open_teachers(recipe.teachers, student, recipe.data, recipe.loss, CPU)
+        if refusals(c):
+            with pytest.raises(PotstillError) as caught:
+                RunEvaluation(recipe, student, teachers, CPU)
+            assert str(caught.value) == f"{rule.key}: {rule.reason}"
+        else:
+            RunEvaluation(recipe, student, teachers, CPU)
+        for teacher in teachers.teachers:
+            teacher.close()

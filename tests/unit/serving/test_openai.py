@@ -200,8 +200,18 @@ def test_without_a_name_and_without_a_tokenizer(teacher, student, data):
     [
         ({}, {"temperature": 2.0}, "at temperature 1 only: set loss.temperature to 1"),
         ({"kind": "hidden"}, {}, "only `potstill serve` gives kind hidden"),
-        ({"kind": "student_top_k"}, {}, "only `potstill serve` can be asked about given tokens"),
+        ({"kind": "student_top_k"}, {}, "only `potstill serve` gives kind student_top_k"),
         ({"cache": "c", "store": {"kind": "top_k", "k": 8, "tail_samples": 4}}, {}, "gives draws from the rest"),
+        (
+            {"cache": "c", "store": {"kind": "sampled"}},
+            {},
+            r"teachers\[0\].cache: only `potstill serve` gives kind sampled",
+        ),
+        (
+            {"cache": "c", "store": {"temperatures": [1, 2]}},
+            {"temperature": 2.0},
+            r"set loss\.temperature to 1, and store\.temperatures to \[1\]",
+        ),
     ],
 )
 def test_what_only_potstill_serve_gives(teacher, student, data, tmp_path, monkeypatch, keys, loss, words):
