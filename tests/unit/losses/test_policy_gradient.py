@@ -44,6 +44,8 @@ NAN = math.nan
 class Table(nn.Module):
     """A student that is a table of logits [N, V], one row for each row of the loss."""
 
+    context = None
+
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
         self.model = nn.Module()
