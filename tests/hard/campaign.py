@@ -149,11 +149,11 @@ class Campaign:
         assert self.count >= self.least, f"only {self.count} of {self.wanted} were done"
         if SHARE >= 1:
             kept = {"cases": self.count, "outcomes": dict(sorted(self.outcomes.items())), **self.facts}
-            _keep(self.name, {**kept, "seconds": round(spent), "seed": SEED})
+            keep(self.name, {**kept, "seconds": round(spent), "seed": SEED})
 
 
-def _keep(name: str, figures: dict[str, Any]) -> None:
-    """Two campaigns may end at once."""
+def keep(name: str, figures: dict[str, Any]) -> None:
+    """Among the figures of reliability.json. Two campaigns may end at once."""
     with open(RESULT.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
