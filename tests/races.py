@@ -37,6 +37,7 @@ RACES = {
     "e2e/test_cache_kill.py": "",
     "e2e/test_commands.py": "reader_that_leaves",
     "e2e/test_kill.py": "",
+    "e2e/test_launch.py": "time_is_over",
     "e2e/test_on_policy.py": "killed|signal",
     "e2e/test_on_policy_served.py": "",
     "e2e/test_remote_kill.py": "",
