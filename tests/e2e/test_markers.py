@@ -73,7 +73,7 @@ def test_a_restart_at_the_step_of_an_error_ends_at_once(
     assert json.loads((folder / "error.json").read_text()) == {"step": 2, "error": "the data are gone"}
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with monkeypatch.context() as patch, pytest.raises(PotstillError, match="the data are gone"):
-        patch.setattr("potstill.training.loop.assemble", lambda recipe: pytest.fail("it was loaded"))
+        patch.setattr("potstill.training.loop.assemble", lambda recipe, askers: pytest.fail("it was loaded"))
         potstill.train(runs.recipe("run"))
     (folder / "error.json").write_text('{"step": 1, "error": "the data were gone earlier"}')
     assert potstill.train(runs.recipe("run")).step == 8

@@ -91,7 +91,7 @@ def test_callbacks_end_when_the_run_fails(runs: TinyRuns) -> None:
 def test_the_export_is_the_trained_model(runs: TinyRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = []
     assemble = loop.assemble
-    monkeypatch.setattr(loop, "assemble", lambda recipe: parts.append(assemble(recipe)) or parts[0])
+    monkeypatch.setattr(loop, "assemble", lambda recipe, askers: parts.append(assemble(recipe)) or parts[0])
     run = potstill.train(runs.recipe("run", "train.steps=3"))
     loaded = AutoModelForCausalLM.from_pretrained(run.model)
     tokenizer = AutoTokenizer.from_pretrained(run.model)

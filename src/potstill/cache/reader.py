@@ -42,7 +42,7 @@ class CacheReader:
         self.ahead = writer.origin.at_once if writer is not None and writer.origin.ahead else 1
         self._claiming = threading.Lock()
         self._under_way: dict[str, Future[None]] = {}  # documents that are being computed, until they are packed
-        self._skip = skip_missing
+        self.skips = skip_missing
         self._writer = writer
         self._data = data
         self._as_read = as_read
@@ -56,7 +56,7 @@ class CacheReader:
         return self._heads[device, width]
 
     def missing(self, batch: Batch) -> Sequence[int]:
-        if not self._skip:
+        if not self.skips:
             return ()
         found = self.cache.find([example.key for example in batch.examples])
         return [i for i, at in enumerate(found) if at < 0]

@@ -236,22 +236,6 @@ RULES = (
     ),
     # How the work is spread
     Rule(
-        "parallel.tp",
-        lambda c: c.tp > 1,
-        "potstill shards a student over ranks with rows of their own (FSDP2) so far, and not its matrices: leave tp out",
-    ),
-    Rule(
-        "parallel.cp",
-        lambda c: c.cp > 1,
-        "potstill shards a student over ranks with rows of their own (FSDP2) so far, and not its positions: leave cp out",
-    ),
-    Rule(
-        "parallel.ep",
-        lambda c: c.ep > 1,
-        "potstill shards a student over ranks with rows of their own (FSDP2) so far, and not its experts by number: leave ep "
-        "out",
-    ),
-    Rule(
         "rollouts.teacher_fraction",
         lambda c: c.writes and (c.own_ranks or c.placement != "replicate"),
         "the first teacher writes, for which it has to be whole on the student's ranks: leave teachers[0].ranks and "

@@ -107,7 +107,9 @@ class TrainConfig(Section):
     steps: Positive | None = key(None, "optimizer steps; this or epochs")
     epochs: Positive | None = key(None, "passes over the data; this or steps")
     batch_size: Positive = key(8, "rows per optimizer step: packed rows, or documents without packing")
-    micro_batch_size: Positive | None = key(None, "rows per forward pass; must divide batch_size; default all")
+    micro_batch_size: Positive | None = key(
+        None, "rows per forward pass of one process; default: batch_size ÷ the data-parallel processes"
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     max_grad_norm: float | None = key(1.0, "largest gradient norm; null: no clipping", gt=0)
@@ -116,18 +118,19 @@ class TrainConfig(Section):
     compile: bool = key(False, "torch.compile the student's layers")
     seed: int = key(0, "initial weights, shuffling, dropout")
     device: str = key("auto", "auto: cuda, mps or cpu, whichever there is")
+    timeout: float = key(
+        600.0, "seconds that a process waits for the others within a step, once the first is taken", gt=0
+    )
 
     @model_validator(mode="after")
     def _length(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of steps and epochs (to replace one by the other, set it to null)")
-        if self.batch_size % self.micro:
-            raise ValueError(f"micro_batch_size {self.micro} does not divide batch_size {self.batch_size}")
         return self
 
-    @property
-    def micro(self) -> int:
-        return self.micro_batch_size or self.batch_size
+    def micro(self, ranks: int) -> int:
+        """Rows of a forward pass, where so many ranks share those of a step."""
+        return self.micro_batch_size or -(-self.batch_size // ranks)
 
 
 class ParallelConfig(Section):

@@ -20,6 +20,7 @@ from potstill.data.layout import without
 from potstill.data.loader import StepBatches
 from potstill.data.prefetch import Interrupted, Prefetched, result_of
 from potstill.data.stream import State
+from potstill.parallel.agree import counted_by_leaders
 from potstill.types import PotstillError, RolloutSource, StepBatch, Teacher
 
 SKIPPED = "skipped_examples"
@@ -34,14 +35,20 @@ def without_missing(
     what went before."""
     skipped, unused = counts.get(SKIPPED, 0), 0
     barren: int | None = None  # the epoch since which nothing was left
+    skips = any(teacher.skips for teacher in teachers)
     for step in steps:
-        batches = []
+        if not skips:
+            yield step
+            continue
+        batches, left_out, before = [], 0, sum(batch.supervised_tokens for batch in step.batches)
         for batch in step.batches:
             missing = sorted({i for teacher in teachers for i in teacher.missing(batch)})
-            skipped += len(missing)
+            left_out += len(missing)
             batches.append(without(batch, missing) if missing else batch)
-            unused += batch.supervised_tokens - batches[-1].supervised_tokens
-        if not any(batch.supervised_tokens for batch in batches):
+        left = sum(batch.supervised_tokens for batch in batches)
+        now = counted_by_leaders(left_out=left_out, unused=before - left, left=left)
+        skipped, unused = skipped + now["left_out"], unused + now["unused"]
+        if not now["left"]:
             barren = step.epoch if barren is None else barren
             if step.epoch > barren + 1:  # it would go on like that for ever
                 raise PotstillError(NOTHING_LEFT)
@@ -91,6 +98,12 @@ class PreparedStep:
         """Micro-batch by micro-batch; waited for where it is read."""
         for futures in self.futures:
             yield [result_of(future, self.interrupted) for future in futures]
+
+    def waited_for(self) -> PreparedStep:
+        """The same, once all of it is there."""
+        for _ in self.ready:
+            pass
+        return self
 
 
 class Feed(ExitStack):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from potstill.data import Prefetched, StepBatches
 from potstill.losses import compare_rows
 from potstill.losses.compare import RowStats
 from potstill.models import LanguageModel, evaluating
-from potstill.types import Batch, PotstillError, Teacher
+from potstill.parallel.agree import of_leaders
+from potstill.types import Batch, PotstillError, Target, Teacher
 
 CALIBRATION_BINS = 15
+Measure = Callable[[Batch, Target | None], RowStats]  # a student at the rows of a batch, beside a teacher
+Complete = Callable[[str, int], str]  # a prompt, how many tokens at most, and what the student writes
 
 
 @dataclass
@@ -36,6 +40,12 @@ class Sums:
         self.values = {name: before[name] + total for name, total in zip(found, totals, strict=True) if name in before}
         self.rows += rows
 
+    def gathered(self) -> Sums:
+        """Of all ranks that hold other rows."""
+        found = [(sums.rows, sums.values) for sums in of_leaders(self) if sums.rows]
+        names = set.intersection(*(set(values) for _, values in found)) if found else set()
+        return Sums(sum(rows for rows, _ in found), {name: sum(values[name] for _, values in found) for name in names})
+
     def mean(self, name: str) -> float | None:
         return self.values[name] / self.rows if self.rows and name in self.values else None
 
@@ -51,14 +61,19 @@ def evaluate(
     asked: Sequence[Batch] | None = None,
     key: str = "eval.data",
     interrupted: Callable[[], bool] = lambda: False,
+    measure_by: Measure | None = None,
 ) -> dict[str, Any]:
     """The student on held-out batches; against the teacher when there is one. `asked`: what the teacher is asked about, where
-    that is other text than these, or less. `interrupted`: whether to stop waiting for the teacher (StoppedWaiting)."""
+    that is other text than these, or less. `interrupted`: whether to stop waiting for the teacher (StoppedWaiting).
+    `measure_by`: in place of the student's own pass, where it is spread over ranks; the batches are then this rank's."""
     total_bytes = 0
     own = Sums()
     bins = torch.zeros(CALIBRATION_BINS, 3, dtype=torch.float64)  # rows, confidence, correct
+    measured = measure_by or partial(measure, student)
     with evaluating(student.model):
-        for rows, stats, scored in _compared(student, teacher if asked is None else None, batches, device, interrupted):
+        for rows, stats, scored in _compared(
+            measured, teacher if asked is None else None, batches, device, interrupted
+        ):
             own.add(rows, vars(stats))
             bins += _binned(stats.confidence, stats.correct).cpu()
             total_bytes += scored
@@ -66,8 +81,10 @@ def evaluate(
         close = own
         if asked is not None:
             close = Sums()
-            for rows, stats, _ in _compared(student, teacher, asked, device, interrupted):
+            for rows, stats, _ in _compared(measured, teacher, asked, device, interrupted):
                 close.add(rows, vars(stats))
+    own, close = own.gathered(), close.gathered()
+    total_bytes, bins = sum(of_leaders(total_bytes)), torch.stack(of_leaders(bins)).sum(0)
     if not own.rows or not total_bytes:
         raise PotstillError(f"{key}: there is no supervised text to evaluate on")
     nll = own.values["nll"]
@@ -83,8 +100,12 @@ def evaluate(
     }
 
 
+def measure(student: LanguageModel, batch: Batch, target: Target | None) -> RowStats:
+    return compare_rows(student.at_rows(student.hidden(batch, batch.rows.student)), batch.rows.labels, target)
+
+
 def _compared(
-    student: LanguageModel,
+    measure: Measure,
     teacher: Teacher | None,
     batches: Iterable[Batch],
     device: torch.device,
@@ -95,10 +116,9 @@ def _compared(
     with Prefetched(made, depth=1, interrupted=interrupted) as ready:  # a server is asked ahead
         for host_batch, prepared in ready:
             batch = host_batch.to(device)
-            head = student.at_rows(student.hidden(batch, batch.rows.student))
             target = None if teacher is None or prepared is None else teacher.answer(batch, prepared)[0]
             scored = sum(example.supervised_bytes for example in host_batch.examples)
-            yield len(batch.rows), compare_rows(head, batch.rows.labels, target), scored
+            yield len(batch.rows), measure(batch, target), scored
 
 
 def _binned(confidence: Tensor, correct: Tensor) -> Tensor:
@@ -137,19 +157,23 @@ def evaluation_batches(
 
 
 @torch.no_grad()
-def greedy_completions(student: LanguageModel, prompts: Sequence[str], max_new_tokens: int) -> list[dict[str, str]]:
-    """Greedy completions, one prompt at a time: no padding, no randomness."""
-    samples = []
-    for prompt in prompts:
-        encoded = student.tokenizer(prompt, return_tensors="pt").input_ids.to(student.model.device)
-        with evaluating(student.model):
-            written = student.model.generate(
-                encoded,
-                attention_mask=torch.ones_like(encoded),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                pad_token_id=student.tokenizer.pad_token_id or student.tokenizer.eos_token_id or 0,
-            )
-        text = student.tokenizer.decode(written[0, encoded.shape[1] :], skip_special_tokens=True)
-        samples.append({"prompt": prompt, "text": text})
-    return samples
+def greedy_completions(
+    student: LanguageModel, prompts: Sequence[str], max_new_tokens: int, complete_by: Complete | None = None
+) -> list[dict[str, str]]:
+    """Greedy completions, one prompt at a time: no padding, no randomness. `complete_by`: as `evaluate` has it."""
+    completed = complete_by or partial(completion, student)
+    with evaluating(student.model):
+        return [{"prompt": prompt, "text": completed(prompt, max_new_tokens)} for prompt in prompts]
+
+
+def completion(student: LanguageModel, prompt: str, max_new_tokens: int) -> str:
+    encoded = student.tokenizer(prompt, return_tensors="pt").input_ids.to(student.model.device)
+    written = student.model.generate(
+        encoded,
+        attention_mask=torch.ones_like(encoded),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=student.tokenizer.pad_token_id or student.tokenizer.eos_token_id or 0,
+    )
+    text: str = student.tokenizer.decode(written[0, encoded.shape[1] :], skip_special_tokens=True)
+    return text

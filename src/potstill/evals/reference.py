@@ -16,10 +16,11 @@ from potstill.cache.reading import as_cached
 from potstill.cache.store import Cache
 from potstill.config import DataConfig, EvalConfig, LossConfig, Recipe, TeacherConfig
 from potstill.config.compatibility import Combination, check
-from potstill.data import without
-from potstill.evals.fidelity import evaluate, evaluation_batches, greedy_completions
+from potstill.data import collate, without
+from potstill.evals.fidelity import Complete, Measure, evaluate, evaluation_batches, greedy_completions
 from potstill.evals.on_policy import OnPolicyEval
 from potstill.models import LanguageModel, difference
+from potstill.parallel.mesh import ranks
 from potstill.teachers.open import Opening, TeacherSet, open_served
 from potstill.teachers.protocols import SignalSource
 from potstill.teachers.remote import RemoteOrigin
@@ -42,9 +43,18 @@ class Reference:
 class RunEvaluation:
     """The evaluations of a run, all on the same text."""
 
-    def __init__(self, recipe: Recipe, student: LanguageModel, teacher_set: TeacherSet, device: torch.device) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        student: LanguageModel,
+        teacher_set: TeacherSet,
+        device: torch.device,
+        measure: Measure,
+        complete: Complete,
+    ) -> None:
         config = recipe.eval
         self._config, self._student, self._device = config, student, device
+        self._measure, self._complete = measure, complete
         self._reference = reference_of(recipe.teachers, teacher_set, student, config)
         self.notes = [self._reference.note] if self._reference.note else []
         self._on_policy: OnPolicyEval | None = None
@@ -58,15 +68,18 @@ class RunEvaluation:
     def _batches(self) -> list[Batch]:
         assert self._config is not None
         config = self._config
-        return list(evaluation_batches(config.data, self._student, config.batch_size, config.examples))
+        return own_share(list(evaluation_batches(config.data, self._student, config.batch_size, config.examples)))
 
     def __call__(self, interrupted: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """`interrupted`: whether to stop waiting for the teacher (StoppedWaiting)."""
         assert self._config is not None
-        result = measured_against(self._reference, self._student, self._batches, self._device, interrupted)
+        result = measured_against(
+            self._reference, self._student, self._batches, self._device, interrupted, self._measure
+        )
         if self._on_policy is not None:
             result |= self._on_policy()
-        samples = greedy_completions(self._student, self._config.prompts, self._config.max_new_tokens)
+        config = self._config
+        samples = greedy_completions(self._student, config.prompts, config.max_new_tokens, self._complete)
         return {**result, "samples": samples}
 
 
@@ -76,17 +89,18 @@ def measured_against(
     batches: Sequence[Batch],
     device: torch.device,
     interrupted: Callable[[], bool] = lambda: False,
+    measure: Measure | None = None,
 ) -> dict[str, Any]:
     """The student's evaluation within a run, which a server that stays away does not end: then there is no KL, and a word."""
     teacher, asked = reference.teacher, reference.batches
     try:
-        return evaluate(student, teacher, batches, device, asked=asked, interrupted=interrupted)
+        return evaluate(student, teacher, batches, device, asked=asked, interrupted=interrupted, measure_by=measure)
     except PotstillError as error:
         if not reference.away:
             raise
         said = f"this evaluation has no KL: {error}"
         Console(soft_wrap=True).print(said, style="yellow", highlight=False, markup=False)
-    return evaluate(student, None, batches, device)
+    return evaluate(student, None, batches, device, measure_by=measure)
 
 
 def reference_of(
@@ -162,4 +176,11 @@ def in_cache(
             f"pieces of {cache.manifest.piece_bytes:,} bytes as the rest of it is"
         )
     note = f"{where}: the cache has {examples - missing:,} of {examples:,} held-out examples, and KL is of these"
-    return Reference(teacher, batches, note if missing else None)
+    return Reference(teacher, own_share(batches), note if missing else None)
+
+
+def own_share(batches: Sequence[Batch]) -> list[Batch]:
+    """This rank's, of all that are evaluated; as many as the others have, the last one empty where that must be."""
+    here = ranks().dp
+    own = list(batches[here.index :: here.size])
+    return own if len(own) * here.size >= len(batches) else [*own, collate([], 0)]

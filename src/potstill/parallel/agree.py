@@ -32,6 +32,16 @@ def exchanged(**counts: int) -> dict[str, int]:
     return dict(zip(counts, values.tolist(), strict=True))
 
 
+def counted_by_leaders(**counts: int) -> dict[str, int]:
+    """On the thread that plans the data: each number summed over the ranks among which rows are dealt."""
+    here = ranks()
+    if here.data is None:
+        return counts
+    values = torch.tensor(list(counts.values())) * here.leader
+    dist.all_reduce(values, group=here.data)
+    return dict(zip(counts, values.tolist(), strict=True))
+
+
 def everyones(value: T) -> list[T]:
     """What each rank of the student has, in their order."""
     here = ranks()
@@ -40,6 +50,11 @@ def everyones(value: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size(here.control)
     dist.all_gather_object(found, value, group=here.control)
     return found
+
+
+def of_leaders(value: T) -> list[T]:
+    """What each of the ranks has among which rows are dealt; those that hold the same rows say the same."""
+    return [each for leads, each in everyones((ranks().leader, value)) if leads]
 
 
 def of_first(value: T) -> T:

@@ -11,15 +11,6 @@ from transformers.distributed.tensor_parallel import apply_expert_parallelism, r
 
 from potstill.types import PotstillError
 
-AXES = ("dp_replicate", "efsdp", "ep")
-
-
-def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
-    """The student's ranks (dp_replicate, fsdp, tp) as (dp_replicate, efsdp, ep): all of a replica hold other tokens, but for
-    the tp ranks of one batch, which deal them among themselves."""
-    ranks = mesh.mesh
-    return DeviceMesh(mesh.device_type, ranks.reshape(ranks.shape[0], -1, ep), mesh_dim_names=AXES)
-
 
 def split_experts(model: PreTrainedModel, experts: DeviceMesh, tp: DeviceMesh) -> None:
     """Spread the experts over the axis `ep`, in place. Before tensor parallelism, which then leaves them alone."""

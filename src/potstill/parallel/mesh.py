@@ -23,6 +23,7 @@ from potstill.types import PotstillError
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # tp innermost: it stays within a host
 MESH = ("dp_replicate", "fsdp", "tp")  # what DTensors are laid out over: parameters are sharded over dp_shard × cp
+EXPERT_MESH = ("dp_replicate", "efsdp", "ep")
 LOADING = timedelta(hours=2)  # that ranks wait for each other before the first step is taken
 
 
@@ -46,6 +47,7 @@ class Ranks:
     tp: Axis = Axis()  # each has a part of every matrix
     sums: Axis = Axis()  # dp × cp: over these goes what is summed over rows
     mesh: DeviceMesh | None = None  # the student's ranks, by MESH; None: one process
+    experts: DeviceMesh | None = None  # the same ranks, by EXPERT_MESH; None: experts are where everything else is
     control: dist.ProcessGroup | None = None  # the student's ranks, for values of the host; of the main thread alone
     data: dist.ProcessGroup | None = None  # the same for the thread that plans the data
     saving: dist.ProcessGroup | None = None  # … and for the one that saves
@@ -98,7 +100,7 @@ def world(parallel: ParallelConfig, device: torch.device, batch_size: int = 0, t
     if begun:
         _begin(device)
     try:
-        _here = _formed(sizes, device)
+        _here = _formed(sizes, parallel.ep, device)
         yield _here
     finally:
         _here = Ranks()
@@ -149,17 +151,25 @@ def checked_sizes(parallel: ParallelConfig, count: int, batch_size: int = 0) -> 
     return sizes
 
 
-def _formed(sizes: dict[str, int], device: torch.device) -> Ranks:
+def _formed(sizes: dict[str, int], ep: int, device: torch.device) -> Ranks:
     """Every rank makes every group, also those that it is not in, in this order."""
     grid = torch.arange(math.prod(sizes.values())).view(tuple(sizes.values()))
     mesh = DeviceMesh(device.type, grid.flatten(1, 2), mesh_dim_names=MESH)
+    experts = None if ep == 1 else expert_mesh(mesh, ep)
     students = grid.flatten().tolist()
     host = [dist.new_group(students, backend="gloo", timeout=LOADING) for _ in range(3)]
     here, count = dist.get_rank(), dist.get_world_size()
     host = host if here in students else [None] * 3
     tp, cp = grid.flatten(0, 2), grid.movedim(2, 3).flatten(0, 2)
     dp, sums = grid.flatten(0, 1).movedim(0, 2).flatten(0, 1), grid.flatten(0, 2).T
-    return Ranks(here, count, _axis(dp), _axis(cp), _axis(tp), _axis(sums), mesh, *host)
+    return Ranks(here, count, _axis(dp), _axis(cp), _axis(tp), _axis(sums), mesh, experts, *host)
+
+
+def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
+    """The student's ranks (dp_replicate, fsdp, tp) as (dp_replicate, efsdp, ep): all of a replica hold other tokens, but for
+    the tp ranks of one batch, which deal them among themselves."""
+    members = mesh.mesh
+    return DeviceMesh(mesh.device_type, members.reshape(members.shape[0], -1, ep), mesh_dim_names=EXPERT_MESH)
 
 
 def _axis(groups: Tensor) -> Axis:

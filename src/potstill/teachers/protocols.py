@@ -69,6 +69,7 @@ class SignalSource(ABC):
 
     ahead: int = 1  # micro-batches that are best prepared at once: requests under way at a server
     fixed: bool = False  # a missing document is an error: it is neither computed nor left out
+    skips: bool = False  # a missing document is left out
 
     def missing(self, batch: Batch) -> Sequence[int]:
         """Which examples of the batch are missing and must be left out. Runs on the prefetch thread."""

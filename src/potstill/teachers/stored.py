@@ -75,7 +75,7 @@ class CachedSignal(StoredSignal):
 
     def __init__(self, reader: CacheReader, width: int, temperature: float = 1.0) -> None:
         super().__init__(reader.form, width, temperature)
-        self.reader, self.ahead, self.fixed = reader, reader.ahead, reader.fixed
+        self.reader, self.ahead, self.fixed, self.skips = reader, reader.ahead, reader.fixed, reader.skips
 
     def missing(self, batch: Batch) -> Sequence[int]:
         return self.reader.missing(batch)

@@ -41,7 +41,7 @@ class Teacher(Generic[Source]):
         filter: Mapping[str, str | list[str]] | None = None,
     ) -> None:
         self.source, self.view, self.name, self.weight = source, view, name, weight
-        self.ahead, self.fixed = source.ahead, source.fixed
+        self.ahead, self.fixed, self.skips = source.ahead, source.fixed, source.skips
         self._filter = {column: [kept] if isinstance(kept, str) else kept for column, kept in (filter or {}).items()}
 
     def _wants(self, example: Example) -> bool:

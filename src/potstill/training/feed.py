@@ -9,6 +9,7 @@ from potstill.cache.reading import chat_kwargs
 from potstill.config import Recipe
 from potstill.data import Encoder, Feed
 from potstill.models import LanguageModel
+from potstill.parallel.mesh import ranks
 from potstill.rollouts.buffer import Buffer, Layout, load_saved, settings_of
 from potstill.rollouts.engine import Engine, EngineSetup, open_engine
 from potstill.rollouts.prompt_batches import Kind, PromptBatches
@@ -40,7 +41,12 @@ def _open_rollouts(parts: Parts, run: Run) -> Buffer:
     recipe, state, writer = parts.recipe, run.data, parts.writer
     sampling = recipe.rollouts.sampling
     pad = parts.student.tokenizer.pad_token_id
-    layout = Layout(recipe.train.batch_size, recipe.train.micro, 0 if pad is None else int(pad), recipe.data.packing)
+    layout = Layout(
+        recipe.train.batch_size,
+        recipe.train.micro(ranks().dp.size),
+        0 if pad is None else int(pad),
+        recipe.data.packing,
+    )
     _check_state(recipe, layout, state)
     engines = open_engines(parts, run)
     return Buffer(

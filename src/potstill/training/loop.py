@@ -7,15 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from huggingface_hub import HfApi
 from rich.console import Console
 
 from potstill.config import Recipe
 from potstill.config.recipe import load_recipe
-from potstill.data import Feed, StoppedWaiting
-from potstill.parallel.mesh import ranks, refuse_many_processes
+from potstill.data import Feed, PreparedStep, StoppedWaiting
+from potstill.parallel.agree import Agreed, everyones, exchanged, raise_together, together
+from potstill.parallel.channel import Asker
+from potstill.parallel.mesh import pick_device, ranks, world
+from potstill.parallel.shard import reshard
 from potstill.parallel.stop import Stop, stop_signal
+from potstill.parallel.watch import Watch, restarts_cannot_succeed
+from potstill.teachers.placed import asking, open_channels, own_ranks, serve
 from potstill.training.checkpoint import Saver
 from potstill.training.feed import open_feed
 from potstill.training.logging import watchers
@@ -33,10 +39,28 @@ def train(
     callbacks: Sequence[Callback] = (),
     seconds: Callable[[], float] = time.monotonic,
 ) -> Run:
-    """Run a recipe to its end, or from where it stopped to its end. `seconds`: the clock of checkpoint.every_minutes."""
-    refuse_many_processes()
-    console = Console(soft_wrap=True)
+    """Run a recipe to its end, or from where it stopped to its end. Under torchrun every process calls it; the callbacks are
+    told in the first. `seconds`: the clock of checkpoint.every_minutes."""
+    recipe = load_recipe(recipe)
+    device = pick_device(recipe.train.device)
+    with world(recipe.parallel, device, recipe.train.batch_size, own_ranks(recipe)) as here:
+        channels = open_channels(recipe, here.world)
+        if not here.student:
+            serve(recipe, channels, device)
+            return Run(Path(recipe.run))
+        with asking(recipe, channels, recipe.train.timeout) as askers:
+            return _train(recipe, askers, callbacks, seconds)
 
+
+def _train(
+    recipe: Recipe,
+    askers: Mapping[int, Asker],
+    callbacks: Sequence[Callback],
+    seconds: Callable[[], float],
+) -> Run:
+    """On a rank that has the student, or a part of it."""
+    here = ranks()
+    console = Console(soft_wrap=True, quiet=not here.first)
     said: set[str] = set()
 
     def warn(message: str) -> None:
@@ -44,14 +68,14 @@ def train(
             said.add(message)
             console.print(message, style="yellow", highlight=False, markup=False)
 
-    recipe, checkpoints = open_run(load_recipe(recipe), warn)
+    recipe, checkpoints = open_run(recipe, warn)
     markers = checkpoints.markers
     with markers.telling_errors():
-        parts = assemble(recipe)
-        for note in parts.notes:
+        parts = assemble(recipe, askers)
+        for note in [*parts.notes, *filter(None, [restarts_cannot_succeed()])]:
             warn(note)
         recipe, run = parts.recipe, resume(parts, checkpoints, console)
-        watching = [*watchers(recipe, console, warn), *callbacks]
+        watching = [*watchers(recipe, console, warn), *callbacks] if here.first else []
         with ExitStack() as stack:
             stop = stack.enter_context(stop_signal(markers.asked_to_stop))
             feed = stack.enter_context(open_feed(parts, run, stop))
@@ -63,11 +87,13 @@ def train(
                 watcher.started(run)
                 stack.callback(watcher.ended, run)
             loop = Loop(parts, run, feed, Saver(run, parts, checkpoints, feed, watching, seconds), watching, stop)
+            watch = Watch(here, recipe.train.timeout)
             while run.step < run.total_steps and not run.stopped_by:
-                loop.advance()
-        if run.step == run.total_steps:
+                with watch.step(run.step + 1):
+                    loop.advance()
+        if run.step == run.total_steps and here.first:
             if recipe.checkpoint.push_to_hub:
-                _push(parts, recipe.checkpoint.push_to_hub)
+                _push(run.model, recipe.checkpoint.push_to_hub)
             markers.finished()
     return run
 
@@ -85,56 +111,111 @@ class Loop:
     clock: Stopwatch = field(default_factory=Stopwatch)
 
     def advance(self) -> None:
-        """Take the next step, or end the run: where a signal came, where there is no more text, by an error."""
-        run = self.run
+        """Take the next step, or end the run: where a signal came, where there is no more text, by an error. All ranks do the
+        same: what one of them met is told before any of them waits for another."""
+        following, trouble = self._following()
+        own = 0 if following is None else sum(batch.supervised_tokens for batch in following.step.batches)
+        failed, stopped = isinstance(trouble, PotstillError), isinstance(trouble, StoppedWaiting)
+        now = exchanged(
+            tokens=own * ranks().leader, failed=failed, stopped=stopped, ended=following is None and trouble is None
+        )
+        if now["failed"]:
+            self._raise(trouble if isinstance(trouble, PotstillError) else None)
+        if now["stopped"]:
+            self._stopped()
+        elif now["ended"]:
+            self._end_of_text()
+        else:
+            assert following is not None
+            self._take(following, now["tokens"])
+
+    def _following(self) -> tuple[PreparedStep | None, Exception | None]:
+        """The next step, or why there is none; neither at the end of the text."""
         try:
             if self.stop():  # since the last look
                 raise StoppedWaiting
             with self.clock.of("data"):
                 following = next(self.feed, None)
-            if following is None:
-                self._end_of_text()
-                return
-            seed_step(self.parts.recipe.train.seed, run.step, ranks().dp.index)
-            metrics = optimizer_step(self.parts, following, run, self.clock)
+                if following is not None and ranks().many:  # an error in there would leave the others waiting
+                    following = following.waited_for()
+            return following, None
+        except (StoppedWaiting, PotstillError) as trouble:
+            return None, trouble
+
+    def _take(self, following: PreparedStep, tokens: int) -> None:
+        seed_step(self.parts.recipe.train.seed, self.run.step, ranks().dp.index)
+        try:
+            metrics = optimizer_step(self.parts, following, tokens, self.run, self.clock)
         except StoppedWaiting:  # for a server that is away, say. The step is not taken
-            run.stopped_by = self.stop.name
-            self.saver.save_rest()
+            self._stopped()
             return
         except Diverged:
             raise
-        except PotstillError as error:  # of a server that stays away, of a record: the steps so far are sound
-            raise self.saver.save_despite(error) from error
+        except PotstillError as error:
+            if ranks().many:  # the others are within the step, and cannot save
+                raise
+            self._raise(error)
         self._taken(following.step, metrics)
+
+    def _stopped(self) -> None:
+        self.run.stopped_by = self._stop_name()
+        self.saver.save_rest()
+
+    def _stop_name(self) -> str | None:
+        return next(filter(None, everyones(self.stop.name or self.run.asked_to_stop)), None)
+
+    def _raise(self, error: PotstillError | None) -> NoReturn:
+        """For an error of a server that stays away, of a record: the steps so far are sound, and saved."""
+        try:
+            raise_together(error)
+        except PotstillError as everybodys:
+            raise self.saver.save_despite(everybodys) from error
+        raise AssertionError("no rank has an error")
 
     def _taken(self, step: StepBatch, metrics: Mapping[str, Any]) -> None:
         """Tell, evaluate and save a step, as far as that is due."""
         run, recipe = self.run, self.parts.recipe
         run.step, run.data, run.counts, run.tokens = run.step + 1, step.state, step.counts, metrics["tokens"]
         self.feed.advance(run.step)
-        for watcher in self.watching:
-            watcher.stepped(run, metrics)
+        self._tell(lambda watcher: watcher.stepped(run, metrics))
+        now = exchanged(
+            signalled=self.stop.name is not None,
+            asked=run.asked_to_stop is not None,
+            due=ranks().first and self.saver.due(),
+        )
         last = run.step == run.total_steps
-        ends = last or (run.asked_to_stop and not self.stop.name)  # after a signal there is no time to evaluate
+        ends = last or (now["asked"] and not now["signalled"])  # after a signal there is no time to evaluate
         if recipe.eval is not None and (ends or (recipe.eval.every and run.step % recipe.eval.every == 0)):
             self._evaluate()
         # Read once: the step a run ends at is a step it saves.
-        run.stopped_by = None if last else self.stop.name or run.asked_to_stop
-        if last or run.stopped_by or run.best_step == run.step or self.saver.due():
+        run.stopped_by = self._stop_name() if not last and (now["signalled"] or now["asked"]) else None
+        if last or run.stopped_by or run.best_step == run.step or now["due"]:
             self.saver.save()
+
+    def _tell(self, what: Callable[[Callback], None]) -> None:
+        """Those who watch are on the first rank; a disk that is full there is everybody's trouble."""
+
+        def told() -> None:
+            for watcher in self.watching:
+                what(watcher)
+
+        together(told)
 
     def _evaluate(self) -> None:
         """An evaluation that fails loses no steps; one that a signal finds waiting for a server is given up."""
         run = self.run
         try:
-            found = self.parts.evaluate(self.stop)
+            found = self.parts.evaluate(self.stop if not ranks().many else lambda: False)
         except StoppedWaiting:
             return
         except PotstillError as error:
+            if ranks().many and not isinstance(error, Agreed):
+                raise
             raise self.saver.save_despite(error) from error
+        reshard(self.parts.module)
         run.evaluation = {"step": run.step, **found}
-        for watcher in self.watching:
-            watcher.evaluated(run, run.evaluation)
+        evaluation = run.evaluation
+        self._tell(lambda watcher: watcher.evaluated(run, evaluation))
         best, bits = run.best_bits_per_byte, found["bits_per_byte"]
         if best is None or not (best <= bits):
             run.best_step, run.best_bits_per_byte = run.step, bits
@@ -143,7 +224,7 @@ class Loop:
         """With written text there may be fewer steps than were counted: some answers had nothing in them."""
         run, recipe = self.run, self.parts.recipe
         if not recipe.rollouts.writes or recipe.train.epochs is None:
-            raise PotstillError(
+            raise Agreed(
                 f"data: it ended after step {run.step} of {run.total_steps}: there is less of it than when the run began; "
                 "put back what was there, or begin anew with run="
             )
@@ -153,10 +234,11 @@ class Loop:
         self.saver.save_rest()
 
 
-def _push(parts: Parts, repository: str) -> None:
+def _push(folder: Path, repository: str) -> None:
     try:
-        parts.student.model.push_to_hub(repository)
-        parts.student.tokenizer.push_to_hub(repository)
+        hub = HfApi()
+        name = hub.create_repo(repository, exist_ok=True).repo_id
+        hub.upload_folder(repo_id=name, folder_path=folder)
     except Exception as error:  # the hub's client raises many kinds; the run itself is saved and whole
         raise PotstillError(
             f"checkpoint.push_to_hub: could not push to {repository} ({error}); the run is saved"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,10 @@ from potstill.data import StepBatches, check_lengths, with_pieces
 from potstill.evals.reference import RunEvaluation
 from potstill.models import LanguageModel, backbone, check_fit, difference, load_student
 from potstill.models.dropout import set_dropout
-from potstill.parallel.mesh import pick_device
+from potstill.parallel.agree import together
+from potstill.parallel.channel import Asker
+from potstill.parallel.mesh import pick_device, ranks
+from potstill.parallel.shard import shard, split
 from potstill.teachers.open import TeacherSet, as_teachers_need, open_teachers
 from potstill.teachers.remote import RemoteOrigin
 from potstill.training.metrics import reset_peak_memory
@@ -45,12 +48,13 @@ class Parts:
 
     def step_batches(self, state: dict[str, Any] | None) -> StepBatches:
         """The steps of the data set, from a position in it."""
-        train = self.recipe.train
+        train, here = self.recipe.train, ranks().dp
         return StepBatches(
             self.data,
             self.student.tokenizer,
             batch_size=train.batch_size,
-            micro_batch_size=train.micro,
+            micro_batch_size=train.micro(here.size),
+            rank=(here.index, here.size),
             seed=train.seed,
             epochs=train.epochs,
             state=state,
@@ -58,27 +62,25 @@ class Parts:
         )
 
 
-def assemble(recipe: Recipe) -> Parts:
-    """Load the models and check that they, the data and the recipe fit together."""
+def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts:
+    """Load the models, check that they, the data and the recipe fit together, and spread the student over the ranks. `askers`:
+    of teachers with ranks of their own."""
     device = pick_device(recipe.train.device)
     reset_peak_memory(device)  # the models are the run's
-    student, notes = _open_student(recipe, device)
-    asked = as_teachers_need(recipe.data, recipe.teachers)
-    data = with_pieces(asked, student.tokenizer)
-    if data is not asked:  # measured: the run keeps it
-        pieces = {"piece_bytes": data.piece_bytes}
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=pieces)})
-    # A data set of which only the prompts are read may be as long as it likes.
-    lengths = check_lengths(data, student.tokenizer) if recipe.rollouts.data_share else []
-    teacher_set = open_teachers(recipe.teachers, student, data, recipe.loss, device)
-    _check_fit(recipe, data, student, teacher_set)
-    evaluation = RunEvaluation(recipe, student, teacher_set, device)
+    student, notes = together(lambda: _open_student(recipe, device))
+    recipe, data, lengths = together(lambda: _cut(recipe, student))
+    teacher_set = together(lambda: open_teachers(recipe.teachers, student, data, recipe.loss, device, askers))
+    together(lambda: _check_fit(recipe, data, student, teacher_set))
+    module = _spread(recipe, student)
+    evaluation = together(
+        lambda: RunEvaluation(recipe, student, teacher_set, device, module.measure, module.completion)
+    )
     writer = teacher_set.writer
     return Parts(
         recipe,
         device,
         student,
-        StudentLoss(student).train(),
+        module,
         teacher_set.teachers,
         make_optimizers(student.model, student.model.get_output_embeddings(), recipe.train.optimizer),
         data,
@@ -88,6 +90,18 @@ def assemble(recipe: Recipe) -> Parts:
         teacher_set.identities,
         [*notes, *teacher_set.notes, *lengths, *evaluation.notes],
     )
+
+
+def _cut(recipe: Recipe, student: LanguageModel) -> tuple[Recipe, DataConfig, list[str]]:
+    """The recipe, which keeps the size of the pieces where that is measured here; the data as teachers need it; and what is
+    worth a word about lengths."""
+    asked = as_teachers_need(recipe.data, recipe.teachers)
+    data = with_pieces(asked, student.tokenizer)
+    if data is not asked:
+        pieces = {"piece_bytes": data.piece_bytes}
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=pieces)})
+    # A data set of which only the prompts are read may be as long as it likes.
+    return recipe, data, check_lengths(data, student.tokenizer) if recipe.rollouts.data_share else []
 
 
 def _open_student(recipe: Recipe, device: torch.device) -> tuple[LanguageModel, list[str]]:
@@ -104,6 +118,15 @@ def _open_student(recipe: Recipe, device: torch.device) -> tuple[LanguageModel, 
     if recipe.train.compile:
         backbone(student.model).compile()
     return student, notes
+
+
+def _spread(recipe: Recipe, student: LanguageModel) -> StudentLoss:
+    """The student and its loss, over the ranks of the run."""
+    here = ranks()
+    student.context, student.group = split(student.model, here), here.tp.group
+    module = StudentLoss(student).train()
+    shard(module, student.model, here, StudentLoss.METHODS, bf16=recipe.train.precision == "bf16")
+    return module
 
 
 def _set_dropout(recipe: Recipe, student: LanguageModel) -> list[str]:

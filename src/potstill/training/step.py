@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from potstill.config import Recipe
 from potstill.config.sections import value_at
 from potstill.data import PreparedStep
-from potstill.parallel.mesh import count_over_ranks, sum_over_ranks
+from potstill.parallel.agree import everyones, raise_together
+from potstill.parallel.gradients import clip
+from potstill.parallel.mesh import ranks, sum_over_ranks
+from potstill.parallel.shard import last_pass
+from potstill.parallel.weights import here
 from potstill.teachers.combine import compute_targets
 from potstill.training.metrics import SUMS, Stopwatch, alignment, means, peak_memory_bytes
 from potstill.training.optimizer import lr_factor, set_lr
@@ -24,18 +28,17 @@ from potstill.training.student import LossSettings
 from potstill.types import Batch, PotstillError, Teacher
 
 
-def optimizer_step(parts: Parts, prepared: PreparedStep, run: Run, clock: Stopwatch) -> dict[str, Any]:
-    """Take the step after `run.step`; gives its metrics."""
+def optimizer_step(parts: Parts, prepared: PreparedStep, tokens: int, run: Run, clock: Stopwatch) -> dict[str, Any]:
+    """Take the step after `run.step`; gives its metrics. `tokens`: supervised ones of the whole step, over all micro-batches
+    and ranks, the only divisor."""
     recipe, step = parts.recipe, prepared.step
     settings = loss_settings(recipe, run.step / max(1, run.total_steps - 1))
     kd_scale = run.kd_scale
     scaled = replace(settings, kd_weight=settings.kd_weight * kd_scale)
-    # Of the whole step, over all micro-batches and ranks: the only divisor.
-    tokens = count_over_ranks(sum(batch.supervised_tokens for batch in step.batches))
     teachers = parts.teachers if settings.kd_weight else []  # a teacher without weight is not asked
     sums, counts = _accumulate(parts, prepared, teachers, tokens, scaled, clock)
     with clock.of("optimizer"):
-        norm = torch.nn.utils.clip_grad_norm_(parts.module.parameters(), recipe.train.max_grad_norm or math.inf)
+        norm = clip(parts.module, recipe.train.max_grad_norm or math.inf)
         zero = torch.zeros((), device=parts.device)
         totals = sum_over_ranks(torch.stack([sums.get(name, zero) for name in SUMS]))
         *values, grad_norm = read(torch.cat([totals, norm.float().view(1)]))
@@ -82,9 +85,11 @@ def _accumulate(
     """Forward and backward over the micro-batches: the sums over their rows, and what the teachers counted."""
     sums: dict[str, Tensor] = {}
     counts: Counter[str] = Counter()
-    stat_rows = parts.recipe.log.stat_rows
-    for host_batch, ready in zip(prepared.step.batches, prepared.ready, strict=True):
+    stat_rows = -(-parts.recipe.log.stat_rows // ranks().sums.size)
+    batches = prepared.step.batches
+    for number, (host_batch, ready) in enumerate(zip(batches, prepared.ready, strict=True), 1):
         batch = host_batch.to(parts.device)
+        last_pass(parts.module, number == len(batches))
         with clock.of("teacher"):
             targets = compute_targets(teachers, ready if teachers else [], batch, parts.recipe.loss, counts)
         with clock.of("student"):
@@ -117,39 +122,47 @@ class Diverged(PotstillError):
 def diagnose(parts: Parts, prepared: PreparedStep, settings: LossSettings, step: int) -> str:
     """One sentence: step, micro-batch, documents, and the likely cause."""
     refuse_broken_weights(parts.module, step - 1)
-    batches = prepared.step.batches
+    batches, said = prepared.step.batches, None
+    # Every rank makes every pass, for they wait for each other in each.
     for number, (host_batch, ready) in enumerate(zip(batches, prepared.ready, strict=True), 1):
         batch = host_batch.to(parts.device)
         cause = _cause(parts, batch, ready, settings)
-        if cause is not None:
+        if cause is not None and said is None:
             names = [example.source or example.key for example in batch.examples]
             documents = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            found = f"the loss is not finite at step {step}, micro-batch {number} of {len(batches)} ({documents})"
-            break
-    else:
-        found = f"step {step}: the loss is finite but its gradient is not"
-        cause = "try a lower train.optimizer.lr, a longer warmup, or precision fp32"
-    return f"{found}: {cause}; the step was not taken and the last checkpoint is untouched"
+            where = f"the loss is not finite at step {step}, micro-batch {number} of {len(batches)} ({documents})"
+            said = f"{where}: {cause}"
+    otherwise = (
+        f"step {step}: the loss is finite but its gradient is not: try a lower train.optimizer.lr, a longer warmup, or "
+        "precision fp32"
+    )
+    found = next((each for each in everyones(said) if each is not None), otherwise)
+    return f"{found}; the step was not taken and the last checkpoint is untouched"
 
 
 def _cause(parts: Parts, batch: Batch, ready: Any, settings: LossSettings) -> str | None:
     """Whose output is not finite in this micro-batch, and what to try."""
     targets = compute_targets(parts.teachers, ready, batch, parts.recipe.loss)
-    for index, (_, target) in enumerate(targets):
-        if what := target.not_finite():
-            return f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"
+    teachers = [
+        f"the teacher's {what} not finite: try teachers[{index}].dtype: float32, or another teacher"
+        for index, (_, target) in enumerate(targets)
+        if (what := target.not_finite())
+    ]
     with parts.autocast():
-        value, _ = parts.module(batch, targets, batch.supervised_tokens, settings)
-    if torch.isfinite(value):
-        return None
+        value, _ = parts.module(batch, targets, max(1, batch.supervised_tokens), settings)
+    if teachers or torch.isfinite(value):
+        return teachers[0] if teachers else None
     return "the student's own output is not finite: try a lower train.optimizer.lr, or precision fp32"
 
 
 def refuse_broken_weights(module: nn.Module, step: int) -> None:
     """Weights that are NaN or infinite are not saved over those that were not."""
-    bad = [name for name, p in module.named_parameters() if not torch.isfinite(p).all()]
-    if bad:
-        raise PotstillError(
+    bad = [name for name, p in module.named_parameters() if not torch.isfinite(here(p)).all()]
+    raise_together(
+        PotstillError(
             f"step {step} left weights in the student that are not finite ({bad[0]}): try a lower train.optimizer.lr or a "
             "longer train.lr_schedule.warmup_steps; the last checkpoint is untouched"
         )
+        if bad
+        else None
+    )

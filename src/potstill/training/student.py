@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from potstill.evals.fidelity import completion, measure
 from potstill.losses import (
     FusedLoss,
     Score,
@@ -19,6 +20,7 @@ from potstill.losses import (
     policy_gradient_kl,
     shared_mass,
 )
+from potstill.losses.compare import RowStats
 from potstill.models import LanguageModel
 from potstill.types import Batch, HiddenTarget, Target
 
@@ -42,6 +44,8 @@ class LossSettings:
 
 
 class StudentLoss(nn.Module):
+    METHODS = ("measure", "completion")  # by which it is called besides forward
+
     def __init__(self, student: LanguageModel) -> None:
         super().__init__()
         self.student = student
@@ -75,6 +79,13 @@ class StudentLoss(nn.Module):
         if stat_rows and len(batch.rows):
             sums |= _sampled_sums(own, batch, targets, settings, stat_rows)
         return out.loss, {name: value.detach().to(out.loss.dtype) for name, value in sums.items()}
+
+    def measure(self, batch: Batch, target: Target | None) -> RowStats:
+        """The student at the batch's rows, beside what a teacher says there."""
+        return measure(self.student, batch, target)
+
+    def completion(self, prompt: str, max_new_tokens: int) -> str:
+        return completion(self.student, prompt, max_new_tokens)
 
 
 def _fused(own: HiddenTarget, batch: Batch, targets: Targets | None, row_weight: Tensor, **options: Any) -> FusedLoss:

@@ -139,7 +139,7 @@ def test_a_step_on_fake_cuda_tensors_mixes_no_devices(fake_cuda, packed, optimiz
         monkeypatch.setattr(torch.Tensor, "backward", backward)
         batches = tuple(fake_batch(mode, batch) for batch in window(packed, 1, own).batches)
         steps = StepBatch(batches, {}, {"supervised_tokens": 1}, 0)
-        metrics = step.optimizer_step(parts, ready(parts, steps), Run(Path(), total_steps=3), Stopwatch())
+        metrics = step.optimizer_step(parts, ready(parts, steps), 9, Run(Path(), total_steps=3), Stopwatch())
     assert metrics["step"] == 1
     assert reads[0].device == fake_cuda
     assert all(p.device == fake_cuda for p in parts.module.parameters())
@@ -180,12 +180,12 @@ def test_the_host_waits_once_a_step(packed, micro_batches, own, monkeypatch):
     reads = []
     real = step.read
     monkeypatch.setattr(step, "read", lambda values: reads.append(values.shape) or real(values))
-    step.optimizer_step(parts, ready(parts, steps), Run(Path(), total_steps=3), Stopwatch())
+    step.optimizer_step(parts, ready(parts, steps), 9, Run(Path(), total_steps=3), Stopwatch())
     with CountWaits() as counter:
         for method in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
             note = functools.partial(noting, counter.seen, getattr(torch.Tensor, method), method)
             monkeypatch.setattr(torch.Tensor, method, functools.partialmethod(note))
-        metrics = step.optimizer_step(parts, ready(parts, steps), Run(Path(), step=1, total_steps=3), Stopwatch())
+        metrics = step.optimizer_step(parts, ready(parts, steps), 9, Run(Path(), step=1, total_steps=3), Stopwatch())
     assert len(reads) == 2
     assert (metrics.keys() >= {"sampling_logprob_gap", "ratio_mean", "ratio_clipped", "advantage"}) == own
     assert counter.seen == ["tolist"]  # the one read, for the log
