@@ -82,6 +82,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "parallel": {
         "one process": {},
+        "several processes, vLLM in each": {"ranks": 2, "vllm_within": True},
         "`parallel.tp: 2`": {"tp": 2},
         "`parallel.cp: 2`": {"cp": 2},
         "`parallel.ep: 2`": {"ep": 2},

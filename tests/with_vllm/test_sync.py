@@ -85,7 +85,7 @@ def test_weights_that_do_not_arrive_at_the_server(
     follows(writer)
     shake(writer.student, 1)
     old = shipped_teacher()
-    monkeypatch.setattr(server_module, "save_weights", lambda _, path: save_weights(old, path))
+    monkeypatch.setattr(server_module, "save_weights", lambda _, path, **keys: save_weights(old, path, **keys))
     with pytest.raises(PotstillError, match=r"did not take the student's weights of step 6.*Does http.* read"):
         writer.engine.update(6)
     writer.engine.close()

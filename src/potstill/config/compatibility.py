@@ -49,6 +49,7 @@ class Combination:
     ep: int = 1
     placement: str = "replicate"
     own_ranks: bool = False  # this teacher's
+    vllm_within: bool = False  # what the student writes, vLLM does in the training's process
 
     @classmethod
     def of(
@@ -75,7 +76,8 @@ class Combination:
             shares = (rollouts.data_share, rollouts.on_policy_fraction, rollouts.teacher_fraction)
             text = frozenset(who for who, share in zip(get_args(Text), shares, strict=True) if share)
             greedy = rollouts.sampling.temperature == 0
-            made = replace(made, text=text, writes=first and "teacher" in text, greedy=greedy)
+            within = rollouts.engine.kind == "vllm" and not rollouts.engine.servers
+            made = replace(made, text=text, writes=first and "teacher" in text, greedy=greedy, vllm_within=within)
         if parallel is not None:
             made = replace(made, cp=parallel.cp, tp=parallel.tp, ep=parallel.ep)
         if teacher is None:
@@ -240,6 +242,12 @@ RULES = (
         lambda c: c.writes and (c.own_ranks or c.placement != "replicate"),
         "the first teacher writes, for which it has to be whole on the student's ranks: leave teachers[0].ranks and "
         "teachers[0].placement out, or set teacher_fraction to 0",
+    ),
+    Rule(
+        "rollouts.engine",
+        lambda c: c.vllm_within and c.ranks > 1 and (not c.text or "student" in c.text),
+        "vLLM in the training's process goes with one process, and this run has {ranks}: start servers with `vllm serve` and "
+        "give their addresses as rollouts.engine.server, or leave rollouts.engine.kind out",
     ),
     # What the signal holds
     Rule(

@@ -31,8 +31,9 @@ class EngineConfig(Section):
     kind: EngineName = key(
         "transformers", "transformers: in this process; vllm: in this process too, or behind `server`"
     )
-    server: ServerAddress | None = key(
-        None, "vllm: address of a running `vllm serve`, which takes new weights from `folder`"
+    server: ServerAddress | list[ServerAddress] | None = key(
+        None,
+        "vllm: address of a running `vllm serve`, which takes new weights from `folder`; of a list of them each rank asks one",
     )
     folder: str | None = key(
         None, "with `server`: folder for weights that both processes see; default: in the run's folder"
@@ -50,6 +51,10 @@ class EngineConfig(Section):
         if self.folder and not self.server:
             raise ValueError("folder goes with server")
         return self
+
+    @property
+    def servers(self) -> list[str]:
+        return self.server if isinstance(self.server, list) else [self.server] if self.server else []
 
 
 class RolloutsConfig(Section):
@@ -115,7 +120,7 @@ class RolloutsConfig(Section):
     def overlaps(self) -> bool:
         """Whether the next texts are written while the present ones train. Not by vLLM in this process: it would draw from the
         random numbers that the training draws from."""
-        if self.engine.kind == "vllm" and self.engine.server is None:
+        if self.engine.kind == "vllm" and not self.engine.servers:
             return False
         return self.max_staleness >= 2 * self.steps_per_generation - 1
 

@@ -51,6 +51,7 @@ class Ranks:
     control: dist.ProcessGroup | None = None  # the student's ranks, for values of the host; of the main thread alone
     data: dist.ProcessGroup | None = None  # the same for the thread that plans the data
     saving: dist.ProcessGroup | None = None  # … and for the one that saves
+    texts: dist.ProcessGroup | None = None  # … and for the one that writes text
 
     @property
     def many(self) -> bool:
@@ -157,9 +158,9 @@ def _formed(sizes: dict[str, int], ep: int, device: torch.device) -> Ranks:
     mesh = DeviceMesh(device.type, grid.flatten(1, 2), mesh_dim_names=MESH)
     experts = None if ep == 1 else expert_mesh(mesh, ep)
     students = grid.flatten().tolist()
-    host = [dist.new_group(students, backend="gloo", timeout=LOADING) for _ in range(3)]
+    host = [dist.new_group(students, backend="gloo", timeout=LOADING) for _ in range(4)]
     here, count = dist.get_rank(), dist.get_world_size()
-    host = host if here in students else [None] * 3
+    host = host if here in students else [None] * 4
     tp, cp = grid.flatten(0, 2), grid.movedim(2, 3).flatten(0, 2)
     dp, sums = grid.flatten(0, 1).movedim(0, 2).flatten(0, 1), grid.flatten(0, 2).T
     return Ranks(here, count, _axis(dp), _axis(cp), _axis(tp), _axis(sums), mesh, experts, *host)

@@ -2,6 +2,9 @@
 
     prompt batch ─► generation (one engine call per writer) ─► slices of batch_size rows ─► StepBatch
 
+With several ranks all of this is the same on each of them, but for the micro-batches, which are its own: texts that others
+wrote are gathered, and any number of ranks can go on with what a checkpoint holds.
+
 With `rollouts.overlaps` the next generation is written, with the weights as they are now, while the present one trains. Which
 weights write what depends on the steps alone, never on how fast anything was: a run that was killed resumes as it would have
 gone on.
@@ -26,11 +29,14 @@ import safetensors.numpy
 
 from potstill.config import RolloutsConfig
 from potstill.data import COUNTS, Prefetched, State, collate, pack
+from potstill.data.dealing import Share, deal
 from potstill.files import write_bytes
+from potstill.parallel.mesh import ranks
 from potstill.rollouts.engine import Completion, Engine, GenerationRequest
 from potstill.rollouts.prompt_batches import Kind, PromptBatch
 from potstill.rollouts.prompts import Answers
 from potstill.rollouts.sampling import rollout_seed
+from potstill.rollouts.team import ALONE, Team
 from potstill.types import Batch, Example, PotstillError, StepBatch
 
 FILE = "rollouts.safetensors"
@@ -62,14 +68,14 @@ class Layout:
     """How rows become batches."""
 
     batch_size: int  # rows of an optimizer step
-    micro_batch_size: int
+    share: Share  # of them, that this rank has
     pad_id: int
     packing: bool
 
 
 class Buffer:
     """The step batches of one generation after another (a `RolloutSource`). `saved`: generations that a checkpoint held;
-    `taken`: slices of the first that were used; `last`: optimizer steps of the run."""
+    `taken`: slices of the first that were used; `last`: optimizer steps of the run; `team`: the ranks that all have one."""
 
     def __init__(
         self,
@@ -85,8 +91,9 @@ class Buffer:
         saved: Sequence[Generation] = (),
         taken: int = 0,
         last: int | None = None,
+        team: Team = ALONE,
     ) -> None:
-        self._prompts = Prefetched(prompts, AHEAD)
+        self._prompts, self._team = Prefetched(prompts, AHEAD), team
         self._writers, self._answers, self._rollouts, self._layout = writers, answers, rollouts, layout
         self._seed, self._version, self._last = seed, version, last
         self._counts: Counter[str] = Counter(counts or {})
@@ -133,7 +140,9 @@ class Buffer:
             writer.close()
 
     def save(self, folder: Path, state: State) -> None:
-        """Of the present generation, and the next one (waited for)."""
+        """Of the present generation, and the next one (waited for). It is the same on all ranks: the first writes it."""
+        if not ranks().first:
+            return
         found = [self._present]
         # What is wrong with the next is told when it is to be trained on: the steps before it are to be saved.
         if self._following is not None and self._following.exception() is None:
@@ -162,12 +171,11 @@ class Buffer:
 
     def _generate(self, version: int | None) -> tuple[PromptBatch, Generation] | None:
         """What a checkpoint held, or else what is written now. `version`: of the weights; None: the present ones."""
-        prompts = next(self._prompts, None)
+        prompts, saved = self._read()
         if prompts is None:
             return None
         version = self._updated() if version is None else version
-        saved, asked_for = self._saved.pop(0) if self._saved else None, asked_of(prompts)
-        if saved is not None and saved.asked == asked_for:
+        if saved is not None:
             return prompts, saved
         begin = time.perf_counter()
         written: dict[tuple[int, int], Completion] = {}
@@ -180,7 +188,19 @@ class Buffer:
             }
             if asked:
                 written.update(zip(asked, engine.generate(list(asked.values())), strict=True))
-        return prompts, Generation(asked_for, written, version, time.perf_counter() - begin)
+        return prompts, Generation(asked_of(prompts), written, version, time.perf_counter() - begin)
+
+    def _read(self) -> tuple[PromptBatch | None, Generation | None]:
+        """The next prompts, and what was written for them before the run was resumed. An error of one rank is everybody's."""
+        prompts: list[PromptBatch | None] = []
+        self._team.together(lambda: prompts.append(next(self._prompts, None)))
+        saved, asked = self._saved.pop(0) if self._saved else None, None if prompts[0] is None else asked_of(prompts[0])
+        seen, kept = zip(*self._team.told((asked, saved is not None and saved.asked == asked)), strict=True)
+        if other := [rank for rank, each in enumerate(seen) if each != seen[0]]:
+            raise PotstillError(
+                f"rollouts: rank {other[0]} read other prompts than rank 0: give every host the same files as data.sources"
+            )
+        return prompts[0], saved if all(kept) else None
 
     def _step_batches(self, prompts: PromptBatch, generation: Generation) -> list[StepBatch]:
         """Those that have something to learn from, without what was trained on before a resume."""
@@ -199,7 +219,7 @@ class Buffer:
                 place = {"prompts": prompts.after, "taken": 0}
             version = self._version + len(steps)  # when it is trained on
             step = self._step_batch(some, prompts.epoch, place, _facts(some, generation, version))
-            if any(batch.supervised_tokens for batch in step.batches):
+            if any(example.supervised.any() for example, _ in some):
                 steps.append(step)
         return steps
 
@@ -213,35 +233,56 @@ class Buffer:
                 yield self._answers(group.prompt, text, group.kind, generation.version), text
 
     def _step_batch(self, rows: Sequence[Row], epoch: int, place: State, facts: Mapping[str, float]) -> StepBatch:
-        batches = laid_out([example for example, _ in rows], self._layout)
-        tokens = sum(len(example.ids) for example, _ in rows)
-        texts = [text for _, text in rows if text is not None]
+        examples, texts = [example for example, _ in rows], [text for _, text in rows if text is not None]
+        passes = list(_passes(examples, self._layout))
+        tokens = sum(len(example.ids) for example in examples)
         self._counts.update(
             examples=len(rows),
             tokens=tokens,
-            supervised_tokens=sum(batch.supervised_tokens for batch in batches),
-            padding_tokens=sum(batch.input_ids.numel() for batch in batches) - tokens,
+            supervised_tokens=sum(example.supervised_tokens for example in examples),
+            padding_tokens=sum(_room(some) for by_rank in passes for some in by_rank) - tokens,
             written_examples=len(texts),
             written_tokens=sum(len(text.ids) for text in texts),
         )
         counts = {name: self._counts[name] for name in (*COUNTS, *WRITTEN_COUNTS)}
         state = {**place, "settings": settings_of(self._rollouts, self._layout), "counts": counts}
-        return StepBatch(batches, state, counts, epoch, facts)
+        return StepBatch(_own(passes, self._layout), state, counts, epoch, facts)
+
+
+PackedRows = list[list[Example]]
 
 
 def laid_out(examples: Sequence[Example], layout: Layout) -> tuple[Batch, ...]:
-    """Micro-batches of like lengths. With packing short texts share rows no longer than the longest of their batch."""
+    """This rank's micro-batches, of like lengths; as many as every other rank has, empty where there is nothing left."""
+    return _own(_passes(examples, layout), layout)
+
+
+def _own(passes: Iterable[Sequence[PackedRows]], layout: Layout) -> tuple[Batch, ...]:
+    return tuple(collate(by_rank[layout.share.index], layout.pad_id) for by_rank in passes)
+
+
+def _passes(examples: Sequence[Example], layout: Layout) -> Iterator[list[PackedRows]]:
+    """The rows of every rank, pass by pass: longest first. With packing short texts share rows no longer than the longest of
+    their batch."""
     order = sorted(examples, key=lambda example: -len(example.ids))
-    batches = []
-    for i in range(0, len(order), layout.micro_batch_size):
-        some = order[i : i + layout.micro_batch_size]
-        rows = [[example] for example in some]
-        if layout.packing:
-            lengths = [len(example.ids) for example in some]
-            packed, _ = pack(lengths, rows=len(some), row_length=max(lengths))
-            rows = [[some[j] for j in row] for row in packed]
-        batches.append(collate(rows, layout.pad_id))
-    return tuple(batches)
+    size = layout.share.micro_batch_size * layout.share.size
+    for i in range(0, len(order), size):
+        lengths = [len(example.ids) for example in order[i : i + size]]
+        (by_rank,) = deal(lengths, layout.share)
+        yield [_packed([order[i + j] for j in some], layout.packing) for some in by_rank]
+
+
+def _packed(examples: Sequence[Example], packing: bool) -> PackedRows:
+    if not packing or not examples:
+        return [[example] for example in examples]
+    lengths = [len(example.ids) for example in examples]
+    packed, _ = pack(lengths, rows=len(examples), row_length=max(lengths))
+    return [[examples[j] for j in row] for row in packed]
+
+
+def _room(rows: PackedRows) -> int:
+    """Positions of a micro-batch."""
+    return len(rows) * max((sum(len(example.ids) for example in row) for row in rows), default=0)
 
 
 def about(texts: Sequence[Completion]) -> dict[str, float]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from potstill.config import RolloutsConfig
 from potstill.config.registry import ROLLOUT_ENGINES, load
 from potstill.models import LanguageModel
+from potstill.rollouts.team import ALONE, Team
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Writes text with a model. The one that it was made with, until it is told that there are new weights."""
+    """Writes text with a model. The one that it was made with, until it is told that there are new weights. With several ranks
+    (`EngineSetup.team`) all of them make the same calls, and are given the same texts."""
 
     version: int  # of the weights it writes with: optimizer steps taken
     notes: Sequence[str]  # what its user should know before the first step
@@ -63,7 +65,8 @@ class EngineSetup:
     folder: Path  # of the run
     version: int = 0  # optimizer steps that the model has taken
     autocast: Any = nullcontext  # a context to compute in
-    student: bool = True  # else a teacher, whose weights never change
+    student: bool = True  # else a teacher, whose weights never change, and which is whole on every rank
+    team: Team = ALONE  # the ranks that write together; a student may be spread over them
 
 
 def open_engine(kind: str, setup: EngineSetup) -> Engine:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from potstill.config import SamplingConfig
 from potstill.config.compatibility import Combination, check
 from potstill.rollouts.engine import Completion, GenerationRequest
+from potstill.rollouts.team import ALONE, Team
 from potstill.rollouts.vllm_requests import check_sampling, completion, read_text, request
 from potstill.serving.openai import OpenAIServer
 from potstill.teachers.remote import RemoteOrigin
@@ -19,13 +20,19 @@ class RemoteWriter:
     version = 0
     notes: Sequence[str] = ()
 
-    def __init__(self, origin: RemoteOrigin, sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self, origin: RemoteOrigin, sampling: SamplingConfig, stop_ids: Sequence[int], team: Team = ALONE
+    ) -> None:
         check(Combination(server=origin.server.api, writes=True), "teachers[0]")
         assert isinstance(origin.server, OpenAIServer)
         check_sampling(sampling)
         self._server, self._sampling, self._stop_ids = origin.server, sampling, stop_ids
+        self._team = team
 
     def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
+        return self._team.written(self._write, asked, self._sampling.max_new_tokens)
+
+    def _write(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
         return self._server.connection.each(self._one, asked)
 
     def _one(self, ask: GenerationRequest) -> Completion:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -21,6 +21,8 @@ from potstill.models.decoding import Kept, Reread
 from potstill.models.libraries import reason
 from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
 from potstill.rollouts.sampling import draw, uniforms
+from potstill.rollouts.team import ALONE, Team
+from potstill.rollouts.whole_copy import take_weights, whole_copy
 from potstill.types import PotstillError
 
 LOOK_EVERY = 8  # tokens between looks at which texts are finished, on devices where a look means waiting
@@ -56,15 +58,17 @@ def open_engine(setup: EngineSetup) -> Engine:
         setup.rollouts.sampling,
         stop_ids=setup.stop_ids,
         batch_size=setup.rollouts.engine.batch_size,
-        copies=setup.student and setup.rollouts.overlaps,
+        copies=setup.student and (setup.rollouts.overlaps or setup.team.size > 1),
         autocast=setup.autocast,
         who="the student" if setup.student else "the teacher",
+        team=setup.team,
     )
 
 
 class TransformersEngine:
     """`stop_ids`: whichever comes first ends a text. `copies`: write with a copy of the weights, as they were at the last
-    update, so that texts can be written while the model trains. `autocast`: a context to compute in."""
+    update, so that texts can be written while the model trains, and by each rank on its own where it is spread over ranks.
+    `autocast`: a context to compute in. `team`: the ranks that write together."""
 
     def __init__(
         self,
@@ -76,33 +80,56 @@ class TransformersEngine:
         copies: bool = False,
         autocast: Any = nullcontext,
         who: str = "the student",
+        team: Team = ALONE,
     ) -> None:
         self.version = 0
-        self._original = language_model
-        if copies:
-            language_model = replace(language_model, model=copy.deepcopy(language_model.model))
-        self._writer = language_model
-        self._sampling, self._batch_size = sampling, batch_size
+        self._original, self._copies = language_model, copies
+        self._copy: LanguageModel | None = None
+        self._sampling, self._batch_size, self._team = sampling, batch_size, team
+        self._take()
         self._width = language_model.vocabulary
-        self._stop = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=language_model.model.device)
+        self._stop = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=language_model.device)
         self._autocast = autocast
         self.notes: Sequence[str]
-        self.way, self.notes = self._right_way(who)
+        self.way, self.notes = self._team.together(lambda: self._right_way(who))[self._team.index]
 
     def update(self, version: int) -> None:
         self.version = version
-        if self._writer is not self._original:
-            with torch.no_grad():
-                for mine, theirs in zip(
-                    self._writer.model.state_dict().values(), self._original.model.state_dict().values(), strict=True
-                ):
-                    mine.copy_(theirs)
+        self._take()
+
+    def _take(self) -> None:
+        """The weights as they are now."""
+        if not self._copies:
+            return
+        if self._copy is None:
+            self._team.together(self._make_copy)
+        take_weights(self.writer, self._original)
+
+    def _make_copy(self) -> None:
+        self._copy = whole_copy(self._original)
+
+    @property
+    def writer(self) -> LanguageModel:
+        """What texts are written with: the model, or its copy."""
+        if not self._copies:
+            return self._original
+        assert self._copy is not None
+        return self._copy
+
+    def release(self) -> None:
+        """Give the copy's memory back until the next update."""
+        self._copy = None
 
     def close(self) -> None:
-        """It keeps nothing."""
+        self.release()
 
     def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
-        return self._generate(asked, [self._sampling.max_new_tokens] * len(asked), self.way, self._autocast)
+        most = self._sampling.max_new_tokens
+
+        def write(some: Sequence[GenerationRequest]) -> list[Completion]:
+            return self._generate(some, [most] * len(some), self.way, self._autocast)
+
+        return self._team.written(write, asked, most)
 
     @torch.no_grad()
     def _generate(
@@ -110,7 +137,7 @@ class TransformersEngine:
     ) -> list[Completion]:
         """`most`: tokens of each text."""
         found: dict[int, Completion] = {}
-        with _writing(self._writer.model), autocast():
+        with _writing(self.writer.model), autocast():
             for some in self._parts(asked, way):
                 found.update(
                     zip(some, self._write([asked[i] for i in some], [most[i] for i in some], way), strict=True)
@@ -125,16 +152,16 @@ class TransformersEngine:
         return [group[i : i + size] for group in groups for i in range(0, len(group), size)]
 
     def _write(self, asked: Sequence[GenerationRequest], most: Sequence[int], way: Way) -> list[Completion]:
-        device = self._writer.model.device
+        device = self.writer.model.device
         longest, rows = max(most), len(asked)
         random = torch.from_numpy(uniforms([ask.seed for ask in asked], longest)).to(device)
-        run = (Kept if way.caches else Reread)(self._writer, [ask.ids for ask in asked], device, way.selects)
+        run = (Kept if way.caches else Reread)(self.writer, [ask.ids for ask in asked], device, way.selects)
         ids = torch.zeros(rows, longest, dtype=torch.int64, device=device)
         logprobs = torch.zeros(rows, longest, device=device)
         lengths = torch.tensor(most, device=device)  # until a stop ends them
-        stops = _StopTexts(self._sampling.stop, self._writer.tokenizer, rows)
+        stops = _StopTexts(self._sampling.stop, self.writer.tokenizer, rows)
         for at in range(longest):
-            logits = self._writer.logits(run.hidden, self._width)
+            logits = self.writer.logits(run.hidden, self._width)
             chosen, logprob = draw(logits, random[run.rows, at], self._sampling)
             ids[run.rows, at], logprobs[run.rows, at] = chosen, logprob.float()
             ended = torch.isin(chosen, self._stop) & (lengths[run.rows] > at + 1)
@@ -158,7 +185,7 @@ class TransformersEngine:
 
     def _right_way(self, who: str) -> tuple[Way, list[str]]:
         """The fastest way in which the model writes what it says of the whole text, and what its user should know."""
-        model, wrong = self._writer.model, ""
+        model, wrong = self.writer.model, ""
         who = f"rollouts.engine: {who} ({model.config.model_type})"
         for way in WAYS:
             try:
@@ -177,17 +204,17 @@ class TransformersEngine:
         """Whether padding may be tried. A model that makes masks of its own may carry a state along, into which padding leaks
         by less than the rounding of 16 bits; one with caches of its own may cut texts from the row's first place on, which a
         short text does not show."""
-        if self._writer.masks == "blocks":
+        if self.writer.masks == "blocks":
             return True
-        caches = DynamicCache(config=self._writer.model.config).layers
-        return self._writer.model.dtype == torch.float32 and all(
+        caches = DynamicCache(config=self.writer.model.config).layers
+        return self.writer.model.dtype == torch.float32 and all(
             type(layer).__module__ == DynamicCache.__module__ for layer in caches
         )
 
     def _wrong(self, way: Way) -> str:
         """What is wrong with texts that are written in this way; nothing, where they are right. They are asked for as in a
         run: prompts of several lengths and several texts of one, some of which end before the others."""
-        longest = min(12, (self._writer.positions or 24) // 2)
+        longest = min(12, (self.writer.positions or 24) // 2)
         ids = (np.arange(4 * longest, dtype=np.int32) * 7 + 3) % self._width
         prompts = [ids[:5], ids[:5], ids[9:14], ids[:longest], ids[-longest:], ids[-longest:], ids[3:4]]
         asked = [GenerationRequest(prompt, i) for i, prompt in enumerate(prompts)]
@@ -195,7 +222,7 @@ class TransformersEngine:
         most = [tokens, tokens // 2, tokens, tokens, tokens // 2, tokens, tokens]
         engine = copy.copy(self)
         engine._sampling, engine._stop = SamplingConfig(), self._stop[:0]
-        exact = self._writer.model.dtype == torch.float32
+        exact = self.writer.model.dtype == torch.float32
         contexts = [(nullcontext, EXACT)] if exact else []
         if not exact or self._autocast is not nullcontext:
             contexts.append((self._autocast, ROUNDED))
@@ -209,11 +236,11 @@ class TransformersEngine:
     @torch.no_grad()
     def _gap(self, ask: GenerationRequest, text: Completion, autocast: Any) -> tuple[float, float]:
         """Between a text's log-probabilities and those of one pass over it, on average; and how far the logits are spread."""
-        model = self._writer.model
+        model = self.writer.model
         whole = torch.from_numpy(np.concatenate([ask.ids, text.ids])[None].astype(np.int64)).to(model.device)
         with _writing(model), autocast():
             hidden = backbone(model)(input_ids=whole, use_cache=False).last_hidden_state[0, len(ask.ids) - 1 : -1]
-            logits = self._writer.logits(hidden, self._width).float()
+            logits = self.writer.logits(hidden, self._width).float()
         chances = logits.log_softmax(-1).gather(-1, whole[0, len(ask.ids) :, None]).squeeze(-1).cpu().numpy()
         return float(np.abs(chances - text.logprobs).mean()), max(float(logits.std(-1).mean()), 1e-3)
 

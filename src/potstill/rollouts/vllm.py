@@ -11,13 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from potstill.config.compatibility import Combination, check
 from potstill.config.rollouts import RolloutsConfig, SamplingConfig
 from potstill.models import LanguageModel, evaluating
 from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
 from potstill.rollouts.sampling import drawn_from
+from potstill.rollouts.team import ALONE, Team
 from potstill.rollouts.vllm_process import VLLMProcess
 from potstill.rollouts.vllm_requests import check_sampling
 from potstill.rollouts.vllm_server import PATIENCE, VLLMServer
+from potstill.rollouts.whole_copy import take_weights, whole_copy
 from potstill.types import PotstillError
 
 RESTARTS = 5  # of a server, that one generation may see
@@ -35,6 +38,7 @@ def open_engine(setup: EngineSetup) -> Engine:
         max_length=setup.max_length,
         folder=setup.folder / "vllm",
         version=setup.version,
+        team=setup.team,
     )
 
 
@@ -47,15 +51,18 @@ def open_vllm(
     folder: Path,  # in the run's folder, for what vLLM reads
     version: int = 0,  # optimizer steps that the student has taken
     retry_timeout: float = PATIENCE,
+    team: Team = ALONE,
 ) -> Engine:
     """The engine that the recipe asks for, with the student's present weights, compared."""
     check_sampling(rollouts.sampling)
     copy: VLLMProcess | VLLMServer
-    if rollouts.engine.server is None:
+    if not rollouts.engine.servers:
+        check(Combination(ranks=team.size, vllm_within=True), "rollouts.engine")
         copy = VLLMProcess(student, rollouts.engine.options, max_length, folder)
     else:
-        copy = VLLMServer(student, rollouts, max_length, Path(rollouts.engine.folder or folder), retry_timeout)
-    return VLLMEngine(copy, student, rollouts.sampling, stop_ids, max_length, version)
+        folder = Path(rollouts.engine.folder or folder)
+        copy = VLLMServer(student, rollouts, max_length, folder, retry_timeout, team)
+    return VLLMEngine(copy, student, rollouts.sampling, stop_ids, max_length, version, team=team)
 
 
 @dataclass
@@ -69,6 +76,7 @@ class VLLMEngine:
     max_length: int
     version: int
     notes: Sequence[str] = ()
+    team: Team = ALONE
 
     def __post_init__(self) -> None:
         self._updates = 0
@@ -87,12 +95,16 @@ class VLLMEngine:
             )
         for _ in range(RESTARTS):
             before = self.copy.failures
-            texts = self.copy.write(asked, self.sampling, self.stop_ids)
-            if self.copy.failures == before:
+            texts = self.team.written(self._write, asked, self.sampling.max_new_tokens)
+            if not any(self.team.told(self.copy.failures > before)):
                 return texts
-            # It may have ended and begun again, with the weights it begins with: what it wrote is not the student's.
-            self._take(self.version, None)
+            # It may have ended and begun again, with the weights it begins with: what it wrote, for this rank or for another,
+            # is not the student's.
+            self.copy.load_again()
         raise PotstillError("rollouts.engine: the connection to vLLM breaks again and again while it writes")
+
+    def _write(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
+        return self.copy.write(asked, self.sampling, self.stop_ids)
 
     def update(self, version: int) -> None:
         self._take(version, self.version)
@@ -104,9 +116,17 @@ class VLLMEngine:
         self._updates += 1
         if self._updates > EACH_OF_THE_FIRST and self._updates & (self._updates - 1):
             return
-        dtypes = {self.student.model.dtype, self.copy.dtype} & set(TOLERANCE) or {torch.bfloat16}
+        judges = [self.student]
+        if self.team.size > 1:  # a student that is spread over ranks can be run by all of them only
+            judges.clear()
+            self.team.together(lambda: judges.append(whole_copy(self.student)) if self.copy.tends else None)
+            take_weights(judges[0] if judges else None, self.student)
+        self.team.together(lambda: self._compare(judges[0], version, before) if judges else None)
+
+    def _compare(self, judge: LanguageModel, version: int, before: int | None) -> None:
+        dtypes = {judge.model.dtype, self.copy.dtype} & set(TOLERANCE) or {torch.bfloat16}
         dtype = max(dtypes, key=lambda each: TOLERANCE[each])
-        differences = self._differences(SamplingConfig())
+        differences = self._differences(judge, SamplingConfig())
         if not float(differences.mean()) <= TOLERANCE[dtype]:  # also when it is NaN
             older = "" if before is None else f", and may still write with those of step {before}"
             raise PotstillError(
@@ -117,7 +137,7 @@ class VLLMEngine:
             )
         if self._updates == 1 and self.sampling.temperature > 0:
             # The median: a token at the edge of what top_p keeps may be on the other side of it here.
-            median = float(self._differences(self.sampling).median())
+            median = float(self._differences(judge, self.sampling).median())
             if not median <= TOLERANCE[dtype]:
                 raise PotstillError(
                     "rollouts.engine: vLLM's log-probabilities are not those of the distribution that it draws from, after "
@@ -126,18 +146,16 @@ class VLLMEngine:
                 )
 
     @torch.no_grad()
-    def _differences(self, sampling: SamplingConfig) -> Tensor:
+    def _differences(self, judge: LanguageModel, sampling: SamplingConfig) -> Tensor:
         """Between the two models' log-probabilities of tokens that vLLM draws, absolute, one per token."""
-        prompt = np.array(
-            (self.student.tokenizer(PROMPT)["input_ids"] or [0])[: max(1, self.max_length // 2)], np.int32
-        )
+        prompt = np.array((judge.tokenizer(PROMPT)["input_ids"] or [0])[: max(1, self.max_length // 2)], np.int32)
         tokens = min(TOKENS, self.max_length - len(prompt))
         sampling = sampling.model_copy(update={"max_new_tokens": tokens, "stop": []})
         texts = self.copy.write([GenerationRequest(prompt, seed) for seed in range(TEXTS)], sampling, ())
         ids_BL = torch.from_numpy(np.stack([np.concatenate([prompt, text.ids]) for text in texts])).long()
-        ids_BL = ids_BL.to(self.student.model.device)
-        with evaluating(self.student.model):
-            logits = self.student.model(input_ids=ids_BL, use_cache=False).logits[:, len(prompt) - 1 : -1]
+        ids_BL = ids_BL.to(judge.device)
+        with evaluating(judge.model):
+            logits = judge.model(input_ids=ids_BL, use_cache=False).logits[:, len(prompt) - 1 : -1]
         logprobs = drawn_from(logits.flatten(0, 1), sampling).view(logits.shape)
         ours = logprobs.gather(-1, ids_BL[:, len(prompt) :, None]).squeeze(-1)
         return (ours.cpu() - torch.from_numpy(np.stack([text.logprobs for text in texts]))).abs().flatten()

@@ -34,13 +34,9 @@ class VLLMProcess:
     """vLLM's own engine runs in this process, so that tensors are handed over as they are."""
 
     failures = 0  # requests that failed and were sent again
+    tends = True
 
     def __init__(self, student: LanguageModel, options: Mapping[str, Any], max_length: int, folder: Path) -> None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            raise PotstillError(
-                "rollouts.engine: vLLM in the training's process goes with one process: with several, start a server and "
-                "give rollouts.engine.server"
-            )
         self._student = student
         self._own_group = not dist.is_initialized()  # vLLM makes one; potstill's own stays
         keys = _keys(student, options, max_length, folder)
@@ -86,16 +82,18 @@ class VLLMProcess:
         ]
 
     def load(self, version: int) -> None:
-        weights = named_weights(self._student)
         with _apart(self._student.model.device):
             try:
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(self._student)})
             except Exception as error:  # the code of each architecture, which may raise anything
                 raise PotstillError(
                     f"rollouts.engine: vLLM cannot take the student's weights of step {version} ({reason(error)})"
                 ) from error
             if not self.llm.reset_prefix_cache():
                 raise PotstillError("rollouts.engine: vLLM did not forget its prefix cache, which is of older weights")
+
+    def load_again(self) -> None:
+        """It ends with this process."""
 
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory

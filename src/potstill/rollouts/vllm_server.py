@@ -1,4 +1,5 @@
-"""A running `vllm serve` with a copy of the student: text over HTTP, weights over a folder that both processes see."""
+"""A running `vllm serve` with a copy of the student: text over HTTP, weights over a folder that both processes see. Of several
+ranks one writes them; of several servers each rank asks one."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from potstill.config import RemoteConfig, RolloutsConfig, SamplingConfig
 from potstill.http_client import SMALL, Connection
 from potstill.models import LanguageModel
 from potstill.rollouts.engine import Completion, GenerationRequest
+from potstill.rollouts.team import Team
 from potstill.rollouts.vllm_requests import completion, read_text, request
 from potstill.rollouts.vllm_weights import save_weights
 from potstill.serving.openai import ENTRY
@@ -32,23 +34,37 @@ class VLLMServer:
     """The copy is in another process, and has that process's dtype."""
 
     def __init__(
-        self, student: LanguageModel, rollouts: RolloutsConfig, max_length: int, folder: Path, retry_timeout: float
+        self,
+        student: LanguageModel,
+        rollouts: RolloutsConfig,
+        max_length: int,
+        folder: Path,
+        retry_timeout: float,
+        team: Team,
     ) -> None:
-        assert rollouts.engine.server is not None
-        self._student, self._retry_timeout = student, retry_timeout
+        servers = rollouts.engine.servers
+        self._student, self._retry_timeout, self._team = student, retry_timeout, team
+        self.tends = team.index < len(servers)  # this rank tells its server of new weights
         # Two runs may be given the same folder: each has one of its own there.
-        self._folder = folder.resolve() / f"{WEIGHTS}{RUN}"
+        self._folder = folder.resolve() / f"{WEIGHTS}{team.told(RUN)[0]}"
+        self._path = self._folder
         asking = RemoteConfig(
-            concurrency=AT_ONCE, timeout=ANSWER, retry_timeout=retry_timeout, start_timeout=retry_timeout
+            concurrency=max(1, AT_ONCE * min(len(servers), team.size) // team.size),
+            timeout=ANSWER,
+            retry_timeout=retry_timeout,
+            start_timeout=retry_timeout,
         )
-        self._connection = Connection(rollouts.engine.server, asking, "rollouts.engine")
+        self._connection = Connection(servers[team.index % len(servers)], asking, "rollouts.engine")
         self.hint = f"Does {self._connection.address} serve this student's model, and read {self._folder}?"
         try:
-            self._model, self.dtype = self._look(rollouts.sampling, max_length)
-            self._compare_vocabularies()
+            team.together(lambda: self._meet(rollouts.sampling, max_length))
         except BaseException:
             self.close()
             raise
+
+    def _meet(self, sampling: SamplingConfig, max_length: int) -> None:
+        self._model, self.dtype = self._look(sampling, max_length)
+        self._compare_vocabularies()
 
     @property
     def failures(self) -> int:
@@ -105,9 +121,24 @@ class VLLMServer:
         return self._connection.each(one, asked)
 
     def load(self, version: int) -> None:
-        path = self._folder / f"{version:08d}"
-        save_weights(self._student, path)
-        self._sent("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
+        """All ranks together."""
+        self._path = self._folder / f"{version:08d}"
+        self._team.together(self._save)
+        self.load_again()
+        if self._team.first:
+            for older in self._folder.iterdir():
+                if older != self._path:
+                    shutil.rmtree(older, ignore_errors=True)
+
+    def _save(self) -> None:
+        save_weights(self._student, self._path, writes=self._team.first)
+
+    def load_again(self) -> None:
+        """The same weights: a server that ended and began again has those it begins with. All ranks together."""
+        self._team.together(lambda: self._tell() if self.tends else None)
+
+    def _tell(self) -> None:
+        self._sent("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self._path)}})
         deadline = time.monotonic() + self._retry_timeout
         while not self._sent("POST", "/reset_prefix_cache").get("success", True):  # as long as requests are under way
             if time.monotonic() > deadline:
@@ -115,9 +146,6 @@ class VLLMServer:
                     "it does not forget its prefix cache, which is of older weights: does anyone else use it?"
                 )
             time.sleep(0.1)
-        for older in self._folder.iterdir():
-            if older != path:
-                shutil.rmtree(older, ignore_errors=True)
 
     def _sent(self, method: str, path: str, body: dict[str, Any] | None = None, most: int = SMALL) -> dict[str, Any]:
         """The answer's JSON."""
@@ -135,4 +163,5 @@ class VLLMServer:
 
     def close(self) -> None:
         self._connection.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._team.first:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from potstill.cache.reading import chat_kwargs
 from potstill.config import Recipe
 from potstill.data import Encoder, Feed
+from potstill.data.dealing import Share
 from potstill.models import LanguageModel
 from potstill.parallel.mesh import ranks
 from potstill.rollouts.buffer import Buffer, Layout, load_saved, settings_of
@@ -15,6 +17,7 @@ from potstill.rollouts.engine import Engine, EngineSetup, open_engine
 from potstill.rollouts.prompt_batches import Kind, PromptBatches
 from potstill.rollouts.prompts import Answers, Prompter, stop_ids
 from potstill.rollouts.remote_writer import RemoteWriter
+from potstill.rollouts.team import Team
 from potstill.training.run import Run
 from potstill.training.setup import Parts
 from potstill.types import PotstillError
@@ -40,13 +43,9 @@ def open_feed(parts: Parts, run: Run, interrupted: Callable[[], bool] = lambda: 
 def _open_rollouts(parts: Parts, run: Run) -> Buffer:
     recipe, state, writer = parts.recipe, run.data, parts.writer
     sampling = recipe.rollouts.sampling
-    pad = parts.student.tokenizer.pad_token_id
-    layout = Layout(
-        recipe.train.batch_size,
-        recipe.train.micro(ranks().dp.size),
-        0 if pad is None else int(pad),
-        recipe.data.packing,
-    )
+    pad, here = parts.student.tokenizer.pad_token_id, ranks()
+    share = Share(recipe.train.micro(here.dp.size), here.dp.index, here.dp.size)
+    layout = Layout(recipe.train.batch_size, share, 0 if pad is None else int(pad), recipe.data.packing)
     _check_state(recipe, layout, state)
     engines = open_engines(parts, run)
     return Buffer(
@@ -66,6 +65,7 @@ def _open_rollouts(parts: Parts, run: Run) -> Buffer:
         saved=[] if run.checkpoint is None else load_saved(run.checkpoint),
         taken=0 if state is None else state["taken"],
         last=run.total_steps,
+        team=Team(here.texts),
     )
 
 
@@ -110,12 +110,14 @@ def open_prompt_batches(parts: Parts, state: dict[str, Any] | None) -> PromptBat
 def open_engines(parts: Parts, run: Run) -> dict[Kind, Engine]:
     recipe = parts.recipe
     rollouts, chats = recipe.rollouts, any(source.messages for source in recipe.data.sources)
-    autocast = {"autocast": parts.autocast} if recipe.train.precision == "bf16" else {}
+    autocast: Any = parts.autocast if recipe.train.precision == "bf16" else nullcontext
+    here = ranks()
+    team = Team(here.texts)
 
     def opened(kind: str, model: LanguageModel, student: bool) -> Engine:
         ends, most = stop_ids(model, chats), parts.data.max_length
         return open_engine(
-            kind, EngineSetup(model, rollouts, ends, most, run.folder, run.step, student=student, **autocast)
+            kind, EngineSetup(model, rollouts, ends, most, run.folder, run.step, autocast, student, team)
         )
 
     engines: dict[Kind, Engine] = {}
@@ -129,7 +131,9 @@ def open_engines(parts: Parts, run: Run) -> dict[Kind, Engine]:
         if isinstance(parts.writer, LanguageModel):
             engines["teacher"] = opened("transformers", parts.writer, False)
         else:
-            engines["teacher"] = RemoteWriter(parts.writer, rollouts.sampling, stop_ids(parts.writer, chats))
+            # One of the ranks that have the same rows asks the teacher's server.
+            asking = Team(here.texts, writes=here.leader)
+            engines["teacher"] = RemoteWriter(parts.writer, rollouts.sampling, stop_ids(parts.writer, chats), asking)
     return engines
 
 

@@ -12,6 +12,7 @@ from tiny import tiny
 from potstill.config import DataConfig, RolloutsConfig, SamplingConfig, SourceConfig
 from potstill.config.recipe import load_recipe
 from potstill.data import Encoder
+from potstill.data.dealing import Share
 from potstill.rollouts.buffer import Buffer, Layout, about, laid_out, load_saved
 from potstill.rollouts.engine import Completion
 from potstill.rollouts.prompt_batches import PromptBatches
@@ -69,7 +70,7 @@ class Made:
             {"student": self.engine},
             Answers(MODEL, self.encoder(), {}),
             self.rollouts,
-            Layout(self.batch_size, self.micro, 0, True),
+            Layout(self.batch_size, Share(self.micro), 0, True),
             seed=self.seed,
             version=self.version,
             counts=self.counts,
@@ -230,7 +231,7 @@ def test_micro_batches_are_of_like_lengths_and_no_wider_than_their_longest(tmp_p
     assert [sorted(some) for some in lengths] == [sorted(sorted(flat, reverse=True)[i : i + 3]) for i in range(0, 8, 3)]
     for batch, some in zip(step.batches, lengths, strict=True):
         assert batch.input_ids.shape[1] == max(some)
-    alone = laid_out([e for b in step.batches for e in b.examples], Layout(8, 8, 0, packing=False))
+    alone = laid_out([e for b in step.batches for e in b.examples], Layout(8, Share(8), 0, packing=False))
     assert alone[0].input_ids.shape == (8, max(flat)) and not alone[0].packed
 
 

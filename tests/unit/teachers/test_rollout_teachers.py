@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from potstill.cache.reading import examples_of
 from potstill.config import DataConfig, LossConfig, SamplingConfig, StudentConfig, TeacherConfig
 from potstill.data import Encoder
+from potstill.data.dealing import Share
 from potstill.models import LanguageModel, load_student
 from potstill.rollouts.buffer import Layout, laid_out
 from potstill.rollouts.engine import GenerationRequest
@@ -57,7 +58,7 @@ def rollouts(student: LanguageModel, data: DataConfig):
     examples = [made.own(p, text, "student", 0) for p, text in zip(prompts, written, strict=True)]
     again = [student.tokenizer(e.text, add_special_tokens=e.messages is None).input_ids for e in examples]
     assert sum(ids != e.ids.tolist() for ids, e in zip(again, examples, strict=True)) > len(examples) // 2
-    return laid_out(examples, Layout(len(examples), 4, 0, packing=True))
+    return laid_out(examples, Layout(len(examples), Share(4), 0, packing=True))
 
 
 @pytest.fixture
