@@ -123,6 +123,7 @@ class Feed(ExitStack):
         super().__init__()
         self._teachers, self._interrupted = teachers, interrupted
         self._rollouts = None if isinstance(steps, StepBatches) else steps
+        self.collective = self._rollouts is not None  # several ranks ask for the next step together, or not at all
         self.notes: Sequence[str] = () if self._rollouts is None else self._rollouts.notes
         # All that a step batch asks of servers is under way at once.
         self._pool = ThreadPoolExecutor(max([workers, *(teacher.ahead for teacher in teachers)]), "prepare")

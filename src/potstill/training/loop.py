@@ -132,7 +132,10 @@ class Loop:
     def _following(self) -> tuple[PreparedStep | None, Exception | None]:
         """The next step, or why there is none; neither at the end of the text."""
         try:
-            if self.stop():  # since the last look
+            stop = bool(self.stop())  # since the last look
+            if self.feed.collective:  # the next texts are written by all ranks, or by none
+                stop = exchanged(stop=stop)["stop"] > 0
+            if stop:
                 raise StoppedWaiting
             with self.clock.of("data"):
                 following = next(self.feed, None)
