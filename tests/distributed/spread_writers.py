@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tiny import tiny
 from tiny_families import make_model
+from tiny_runs import TinyRuns
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -18,6 +19,7 @@ from potstill.data import Encoder
 from potstill.data.dealing import Share
 from potstill.evals.on_policy import OnPolicyEval
 from potstill.models import LanguageModel
+from potstill.parallel.agree import exchanged
 from potstill.parallel.mesh import Ranks, ranks, world
 from potstill.parallel.tensor import split_tensors
 from potstill.rollouts.buffer import Buffer, Layout, load_saved
@@ -27,6 +29,11 @@ from potstill.rollouts.prompts import Answers, Prompter
 from potstill.rollouts.team import Team
 from potstill.rollouts.transformers import TransformersEngine
 from potstill.teachers.live import live_teacher
+from potstill.training.feed import open_feed
+from potstill.training.metrics import Stopwatch
+from potstill.training.run import Run
+from potstill.training.setup import assemble
+from potstill.training.step import optimizer_step
 from potstill.training.student import StudentLoss
 from potstill.types import PotstillError
 
@@ -225,3 +232,33 @@ def refused_vllm(keys: dict[str, int]) -> str:
         except PotstillError as error:
             return str(error)
     return ""
+
+
+def stepped(folder: str, keys: dict[str, int], steps: int) -> list[list[float]]:
+    """The parts of a run whose student and teacher write ahead, put together as a run does: of each step its loss, gradient
+    norm, tokens and how far its own text is from what it says of it now; then its evaluation."""
+    path = Path(folder)
+    runs = TinyRuns(path, path / "teacher", path / "held-out.jsonl")
+    student = runs.recipe("x").student.model_dump(by_alias=True)
+    student["config"]["attention_dropout"] = 0.0
+    rollouts = {"on_policy_fraction": 0.6, "teacher_fraction": 0.2, "num_generations": 2, "prompt_tokens": 4}
+    rollouts |= {"max_staleness": 1, "sampling": {"max_new_tokens": 8}}
+    train = {"steps": steps, "batch_size": 6, "micro_batch_size": 2, "optimizer": {"lr": 1e-2}}
+    sections = {"student": student, "rollouts": rollouts, "train": train}
+    recipe = runs.recipe("run", **sections, eval=runs.evaluation(on_policy_samples=3))
+    found = []
+    with world(ParallelConfig(**keys), CPU, 6) as here:
+        parts, run = assemble(recipe), Run(folder=path / "run", total_steps=steps)
+        with open_feed(parts, run) as feed:
+            for step in range(1, steps + 1):
+                following = next(feed)
+                own = sum(batch.supervised_tokens for batch in following.step.batches)
+                tokens = exchanged(tokens=own * here.leader)["tokens"]
+                metrics = optimizer_step(parts, following, tokens, run, Stopwatch())
+                run.step = step
+                feed.advance(step)
+                found.append([metrics["loss"], metrics["grad_norm"], tokens, metrics.get("sampling_logprob_gap", 0.0)])
+        scores = parts.evaluate()
+        names = ("bits_per_byte", "kl", "on_policy_reverse_kl", "on_policy_forward_kl", "on_policy_length")
+        found.append([scores[name] for name in names])
+    return found

@@ -11,7 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import on_ranks
-from spread_writers import PROMPTS, Texts, buffered, by_vllm, evaluated, exact_tiny, failing, generations, refused_vllm
+from spread_writers import (
+    PROMPTS,
+    Texts,
+    buffered,
+    by_vllm,
+    evaluated,
+    exact_tiny,
+    failing,
+    generations,
+    refused_vllm,
+    stepped,
+)
+from tiny_models import make_model
 from vllm_stand_in import StandIn
 
 
@@ -133,3 +145,11 @@ def test_servers_write_what_the_student_writes(tmp_path: Path, world: int, keys:
 def test_vllm_in_the_process_of_several_ranks_is_refused_in_the_same_words() -> None:
     said = set(on_ranks(2, refused_vllm, {}))
     assert len(said) == 1 and "this run has 2: start servers with `vllm serve`" in said.pop()
+
+
+def test_steps_on_what_ranks_wrote_are_those_of_one_process(folder: str, tmp_path: Path) -> None:
+    make_model(tmp_path / "teacher")
+    alone = stepped(folder, {}, 3)
+    for found in on_ranks(2, stepped, folder, {}, 3):
+        for ours, theirs in zip(found, alone, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)  # float32
