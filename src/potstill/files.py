@@ -7,8 +7,9 @@ import json
 import os
 import re
 import shutil
+import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -40,10 +41,20 @@ def write_bytes(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def draft_of(path: Path) -> Path:
+    """Where this process writes what is to become `path`: others, on other hosts too, may be writing the same."""
+    return path.with_name(f"{UNFINISHED}{_writer()}-{path.name}")
+
+
+def _writer() -> str:
+    host = re.sub(r"[^\w.-]", "_", socket.gethostname())
+    return f"{host}-{os.getpid()}"
+
+
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """A file to fill. It appears at `path` only when the block ends without an error."""
-    beside = path.with_name(f"{UNFINISHED}{os.getpid()}-{path.name}")  # two processes may write the same
+    beside = draft_of(path)
     try:
         beside.unlink(missing_ok=True)
         with open(beside, "xb") as file:  # never through a link that stands there
@@ -75,21 +86,42 @@ def open_log(path: Path) -> TextIO:
 def new_folder(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """A folder to fill. It appears at `path`, with a manifest of its files' sizes and checksums, only when the block ends
     without an error and `check`, called last, raises none; whatever happens, nothing half-written stands at `path`."""
-    beside = path.with_name(f"{UNFINISHED}{path.name}")
+    beside = begin_folder(path)
+    with filling(beside, path):
+        yield beside
+        finish_folder(beside, path, checksums(beside), check)
+
+
+def begin_folder(path: Path) -> Path:
+    """A folder to fill, beside `path`."""
+    beside = path.with_name(f"{UNFINISHED}{path.name}-{_writer()}")
     shutil.rmtree(beside, ignore_errors=True)
     try:
         beside.mkdir(parents=True)
-        yield beside
-        write_text(beside / MANIFEST, json.dumps({"files": _checksums(beside, sync=True)}, indent=1))
-        check()
-        beside.rename(path)
-        _sync(path.parent)
+    except OSError as error:
+        raise could_not_write(path, error) from error
+    return beside
+
+
+@contextmanager
+def filling(beside: Path, path: Path) -> Iterator[None]:
+    """An error in the block removes what is to become `path`, and is told in one sentence where the disk is behind it."""
+    try:
+        yield
     except BaseException as error:
         refused = refusal(beside, error)
         shutil.rmtree(beside, ignore_errors=True)
         if refused is not None:
             raise could_not_write(path, refused) from error
         raise
+
+
+def finish_folder(beside: Path, path: Path, files: Mapping[str, Any], check: Callable[[], None]) -> None:
+    """Put a folder that is filled in its place. `files`: what `checksums` said of them, here or on other ranks."""
+    write_text(beside / MANIFEST, json.dumps({"files": dict(sorted(files.items()))}, indent=1))
+    check()
+    beside.rename(path)
+    _sync(path.parent)
 
 
 def could_not_write(path: Path, error: OSError) -> PotstillError:
@@ -117,21 +149,22 @@ def refusal(folder: Path, error: BaseException) -> OSError | None:
     return None
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a folder that `new_folder` made, or None."""
+def damage(folder: Path, share: int = 0, of: int = 1) -> str | None:
+    """What is wrong with a folder that `new_folder` made, or None. Of several processes, each looks at a share of it."""
     try:
-        _refuse_links(folder)
+        if share == 0:
+            _refuse_links(folder)
         expected: dict[str, Any] = json.loads((folder / MANIFEST).read_text())["files"]
-        found = _checksums(folder, sync=False)
+        expected = {name: expected[name] for name in sorted(expected)[share::of]}
+        return checksums_differ(folder, expected)
     except FileNotFoundError:
         return "its manifest is missing"
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         return f"its manifest cannot be read ({error})"
     except OSError as error:  # a disk that does not answer is no proof that the data are lost
         raise PotstillError(
             f"cannot read {folder} ({error.strerror or error}): nothing was changed; try again"
         ) from error
-    return _difference(expected, found)
 
 
 def _refuse_links(folder: Path) -> None:
@@ -151,9 +184,15 @@ def checksums_differ(folder: Path, expected: Mapping[str, Any]) -> str | None:
     return _difference(expected, {name: _checksum(folder / name, sync=False) for name in there})
 
 
-def checksums(folder: Path) -> dict[str, dict[str, int]]:
-    """Of all files in a folder, which are synced."""
-    return _checksums(folder, sync=True)
+def checksums(folder: Path, names: Iterable[str] | None = None) -> dict[str, dict[str, int]]:
+    """Of all files in a folder, or of some, which are synced."""
+    every = (
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST
+    )
+    found = {name: _checksum(folder / name, sync=True) for name in sorted(every if names is None else names)}
+    for inner in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        _sync(inner)  # a file is there after a crash only if its name in its folder is
+    return found
 
 
 def _difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
@@ -233,15 +272,6 @@ def json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
                 record = None
             good = isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] < 2**53
             yield line, record if good else None
-
-
-def _checksums(folder: Path, sync: bool) -> dict[str, dict[str, int]]:
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST)
-    found = {str(path.relative_to(folder)): _checksum(path, sync) for path in paths}
-    if sync:  # a file is there after a crash only if its name in its folder is
-        for inner in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
-            _sync(inner)
-    return found
 
 
 def _checksum(path: Path, sync: bool) -> dict[str, int]:

@@ -6,13 +6,11 @@ import torch
 from spread_students import FAMILY_TARGET
 from tiny_families import batches, make_model
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
 from potstill.config import OptimizerConfig, ParallelConfig
-from potstill.parallel.experts import expert_mesh, expert_modules, split_experts
 from potstill.parallel.mesh import Ranks, ranks, world
-from potstill.parallel.tensor import split_tensors
+from potstill.parallel.shard import shard, split
 from potstill.training.optimizer import make_optimizers
 from potstill.training.student import StudentLoss
 
@@ -23,29 +21,12 @@ def in_world(**sizes: int):
     return world(ParallelConfig(**sizes), HERE)
 
 
-def sharded(family: str, seed: int = 0, ep: int = 1) -> StudentLoss:
+def sharded(family: str, seed: int = 0) -> StudentLoss:
     """As the ranks of this process have it."""
     student, here = make_model(family, seed), ranks()
-    if here.mesh is None:
-        return StudentLoss(student).train()
-    experts = expert_mesh(here.mesh, ep) if ep > 1 else None
-    if experts is not None:
-        split_experts(student.model, experts, here.mesh["tp"])
-    if here.tp.size > 1:
-        split_tensors(student.model, here.mesh["tp"], experts=ep > 1)
-        student.group = here.tp.group
+    student.context, student.group = split(student.model, here), here.tp.group
     module = StudentLoss(student).train()
-    if experts is not None:
-        for part in expert_modules(student.model):
-            fully_shard(part, mesh=experts["efsdp"])
-    if here.dp.size > 1:
-        for layer in student.model.model.layers:
-            fully_shard(layer, mesh=here.fsdp)
-        fully_shard(module, mesh=here.fsdp)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
+    shard(module, student.model, here, StudentLoss.METHODS)
     return module
 
 

@@ -27,7 +27,7 @@ FOUR = [
 
 def gathered(family: str, sizes: dict[str, int]) -> None:
     with in_world(**sizes):
-        module = sharded(family, ep=sizes.get("ep", 1))
+        module = sharded(family)
         found = dict(whole_tensors(module.model))
     alone = make_model(family).model
     expected = alone.state_dict()
@@ -48,7 +48,7 @@ def clipped(family: str, sizes: dict[str, int]) -> None:
     assert expected > 0.06
     gradients = {name: p.grad for name, p in alone.named_parameters()}
     with in_world(**sizes):
-        module = sharded(family, ep=sizes.get("ep", 1))
+        module = sharded(family)
         backward(module, ranks())
         for p in module.parameters():
             assert p.grad is not None

@@ -213,7 +213,7 @@ def _flip(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped bit": (lambda c: _flip(next((c / "state").glob("*"))), "-of-00001.safetensors is not what was"),
+    "flipped bit": (lambda c: _flip(next((c / "state").glob("*"))), "state/00000-0.safetensors is not what was"),
     "truncated": (lambda c: os.truncate(c / "model" / "model.safetensors", 1000), "model.safetensors is not what was"),
     "no progress": (lambda c: (c / "progress.json").unlink(), "progress.json is missing"),
     "no manifest": (lambda c: (c / "manifest.json").unlink(), "its manifest is missing"),
@@ -352,11 +352,11 @@ def test_a_disk_that_does_not_answer_is_no_damage(
     run = tmp_path / "run"
     shutil.copytree(finished.folder / "whole", run, symlinks=True)
 
-    def refuses(folder: Path, sync: bool) -> dict[str, Any]:
+    def refuses(path: Path, sync: bool) -> dict[str, Any]:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "_checksums", refuses)
+        patched.setattr(files, "_checksum", refuses)
         with pytest.raises(
             PotstillError, match=r"cannot read .*step-00000008 \(Input/output error\): nothing was changed"
         ):

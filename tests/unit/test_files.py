@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from potstill import files
 from potstill.files import (
     damage,
+    draft_of,
     json_lines,
     model_damage,
     new_file,
@@ -48,9 +49,9 @@ def test_a_new_folder_is_synced_with_all_that_is_in_it(tmp_path: Path, monkeypat
         (beside / "model" / "inner" / "a").write_text("a")
         (beside / "b").write_text("b")
     before = synced[: synced.index("renamed")]
-    inside = {os.path.relpath(name, ".unfinished-c") for name in before}
+    inside = {os.path.relpath(name, beside.name) for name in before}
     assert {"b", "model/inner/a", "model/inner", "model", "."} <= inside
-    assert before.index(".unfinished-c/model/inner") > before.index(".unfinished-c/model/inner/a")
+    assert before.index(f"{beside.name}/model/inner") > before.index(f"{beside.name}/model/inner/a")
     assert synced[-1] == "."
 
 
@@ -150,7 +151,7 @@ def test_a_checkpoint_with_a_link_in_it_is_refused_and_a_copy_that_followed_it_i
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     victim, path = tmp_path / "victim", tmp_path / "a.safetensors"
     victim.write_text("mine")
-    left = tmp_path / f".unfinished-{os.getpid()}-a.safetensors"
+    left = draft_of(path)
     left.symlink_to(victim)
     write_arrays(path, {"a": np.zeros(3)}, {})
     assert victim.read_text() == "mine" and not path.is_symlink() and not left.is_symlink()

@@ -87,6 +87,7 @@ NAMES = {
     "eval.batch_size": "per_device_eval_batch_size",
     "checkpoint.every": "save_strategy save_steps save_every save_period checkpoint_period",
     "checkpoint.keep": "save_total_limit",
+    "checkpoint.async_save": "async_mode async_checkpoint use_async async_strategy",
     "checkpoint.push_to_hub": "hub_model_id push_to_hub",
     "checkpoint.resume, which is auto": "resume_from_checkpoint",
 }

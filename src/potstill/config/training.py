@@ -158,6 +158,10 @@ class CheckpointConfig(Section):
     resume: Literal["auto", "never", "force"] = key(
         "auto", "auto: go on where the run folder stops; never: refuse a used folder; force: with other settings too"
     )
+    async_save: bool = key(
+        False,
+        "write checkpoints while training goes on, from a copy of weights and optimizer state in the host's memory",
+    )
     push_to_hub: str | None = key(None, "hub repository the final model is pushed to")
 
 

@@ -42,13 +42,13 @@ def counted_by_leaders(**counts: int) -> dict[str, int]:
     return dict(zip(counts, values.tolist(), strict=True))
 
 
-def everyones(value: T) -> list[T]:
-    """What each rank of the student has, in their order."""
-    here = ranks()
-    if here.control is None:
+def everyones(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank of the student has, in their order. `group`: of a thread other than the main one."""
+    group = ranks().control if group is None else group
+    if group is None:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(here.control)
-    dist.all_gather_object(found, value, group=here.control)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
     return found
 
 

@@ -49,6 +49,12 @@ class Markers:
         write_text(folder / OWNER, markers.nonce)
         return markers
 
+    def ours(self) -> bool:
+        """Whether this rank sees the word that the first one wrote."""
+        with suppress(OSError):
+            return (self.folder / OWNER).read_bytes() == self.nonce.encode()
+        return False
+
     def check_owner(self) -> None:
         """To be asked just before something is put in place."""
         path = self.folder / OWNER

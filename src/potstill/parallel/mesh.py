@@ -73,6 +73,11 @@ class Ranks:
         return self.mesh is None or self.mesh.get_coordinate() is not None
 
     @property
+    def students(self) -> int:
+        """How many ranks have the student, or a part of it."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
     def fsdp(self) -> DeviceMesh:
         """Over which the student's parameters are sharded; with replicas, these first."""
         assert self.mesh is not None

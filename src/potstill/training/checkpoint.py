@@ -2,7 +2,7 @@
 
 step-00000400/
   model/         the student, as `from_pretrained` loads it, with its tokenizer
-  state/         optimizers (and weights that model/ holds in another form), in safetensors
+  state/         optimizers (and weights that model/ holds in another form), in safetensors, files of every rank
   rollouts.safetensors  texts that were written and not yet trained on, where there are any
   progress.json  step, position in the data, totals
   manifest.json  sizes and checksums of the above
@@ -15,14 +15,33 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from potstill.files import damage, new_folder, point, remove_folder, remove_unfinished, write_text
+from potstill.files import (
+    begin_folder,
+    checksums,
+    could_not_write,
+    damage,
+    filling,
+    finish_folder,
+    point,
+    refusal,
+    remove_folder,
+    remove_unfinished,
+    write_text,
+)
+from potstill.models import quiet
+from potstill.parallel.agree import Agreed, everyones, exchanged, first_alone, of_first, together
 from potstill.parallel.markers import Markers
+from potstill.parallel.mesh import ranks
 from potstill.training.run import Callback, Progress, Run
-from potstill.training.state import save_state
+from potstill.training.state import Snapshot, WrittenFiles, take_snapshot, write_index
 from potstill.training.step import refuse_broken_weights
 from potstill.types import PotstillError
 
@@ -31,16 +50,20 @@ if TYPE_CHECKING:
     from potstill.training.setup import Parts
 
 FIELDS = [each.name for each in fields(Progress)]
+Sums = dict[str, dict[str, int]]  # of files, as `checksums` has them
+T = TypeVar("T")
 
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run. `warn` says the same thing once, for the same trouble comes with every checkpoint."""
+    """The checkpoints of one run, in the hands of all its ranks: the first makes, links, prunes and moves folders, and each
+    writes its own files into them. `warn` says the same thing once, for the same trouble comes with every checkpoint."""
 
     folder: Path
     keep: int
     warn: Callable[[str], None]
     markers: Markers = field(init=False)  # once the run's folder is this process's
+    _writing: tuple[Path, Progress, Future[None]] | None = field(default=None, init=False)
 
     def prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -57,36 +80,95 @@ class Checkpoints:
     def last_step(self) -> int:
         return int(self.all()[-1].name.removeprefix("step-")) if self.all() else 0
 
-    def save(self, run: Run, parts: Parts, feed: Feed) -> Path:
-        path = self.at(run.step)
-        with new_folder(path, self.markers.check_owner) as beside:
-            parts.student.save(beside / "model")
-            save_state(beside / "state", beside / "model", parts.module, parts.optimizers)
-            feed.save(beside, run.data or {})
-            write_text(beside / "progress.json", json.dumps({name: getattr(run, name) for name in FIELDS}))
-        self._settle(run)
+    def begin(self, run: Run, parts: Parts, feed: Feed, background: bool = False) -> None:
+        """Save a run as it is now. `background`: everything is copied, and the files are written while the run goes on."""
+        assert self._writing is None
+        path, progress = self.at(run.step), Progress(**{name: deepcopy(getattr(run, name)) for name in FIELDS})
+        beside, small = first_alone(lambda: self._begun(path, progress, parts, feed))
+        with _first_fills(beside, path):
+            snapshot = take_snapshot(parts.student.model, parts.module, parts.optimizers, copy=background)
+        write = partial(self._write, snapshot, beside, path, small)
+        future: Future[None] = Future()
+        if background:
+            pool = ThreadPoolExecutor(1, "saving")
+            future = pool.submit(write)
+            pool.shutdown(wait=False)
+        else:
+            future.set_result(write())
+        self._writing = path, progress, future
+
+    def done(self) -> bool:
+        """Whether a save is under way no more, on any rank. All ask at the same time."""
+        if self._writing is None:
+            return True
+        return not exchanged(busy=int(not self._writing[2].done()))["busy"]
+
+    def finish(self) -> Path | None:
+        """Wait for the save that is under way. Gives its folder."""
+        if self._writing is None:
+            return None
+        (path, progress, future), self._writing = self._writing, None
+        future.result()
+        if ranks().first:
+            self._settle(progress)
         return path
 
+    def abandon(self) -> None:
+        """Wait for the save that is under way, whatever becomes of it: the run ends by an error of its own."""
+        if self._writing is not None:
+            error, self._writing = self._writing[2].exception(), None
+            if error is not None:
+                self.warn(f"the checkpoint that was being written is lost ({error})")
+
+    def _begun(self, path: Path, progress: Progress, parts: Parts, feed: Feed) -> tuple[Path, list[str]]:
+        """The folder to fill, and the names of the small files that are in it already."""
+        beside = begin_folder(path)
+        with filling(beside, path):
+            (beside / "state").mkdir()
+            with quiet():
+                parts.student.model.save_pretrained(beside / "model", state_dict={})
+            parts.student.save_words(beside / "model")
+            feed.save(beside, progress.data or {})
+            write_text(beside / "progress.json", json.dumps(vars(progress)))
+        return beside, [str(each.relative_to(beside)) for each in beside.rglob("*") if each.is_file()]
+
+    def _write(self, snapshot: Snapshot, beside: Path, path: Path, small: list[str]) -> None:
+        """Files by every rank, then the manifest and the rename by the first. An error of one is that of all."""
+        with _first_fills(beside, path):
+            found = _told(lambda: _written(snapshot, beside, path, small if ranks().first else []))
+            _told(lambda: self._put_in_place(beside, path, found) if ranks().first else None)
+
+    def _put_in_place(self, beside: Path, path: Path, found: list[tuple[WrittenFiles, Sums]]) -> None:
+        sums = {name: entry for _, each in found for name, entry in each.items()}
+        weights = {name: file for written, _ in found for name, file in written.weights.items()}
+        sums |= checksums(beside, write_index(beside, weights))
+        finish_folder(beside, path, sums, self.markers.check_owner)
+
     def newest(self) -> tuple[Path, Progress] | None:
-        """The newest checkpoint that is whole. A damaged one is reported and the one before is used."""
-        damaged = []
-        for path in reversed(self.all()):
-            if reason := damage(path):
+        """The newest checkpoint that is whole. A damaged one is reported and the one before is used. Each rank looks at a
+        share of the files."""
+        damaged: list[Path] = []
+        for path in of_first(list(reversed(self.all()))):
+            reasons = everyones(together(partial(damage, path, ranks().rank, ranks().students)))
+            if reason := next(filter(None, reasons), None):
                 damaged.append(path)
                 self.warn(f"checkpoint {path} is damaged ({reason}); trying the one before")
                 continue
-            for bad in damaged:  # out of the way, for the run will write this step anew; but not lost
-                aside = bad.with_name(f"damaged-{bad.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                self.warn(f"moved the damaged {bad.name} to {bad.rename(aside)}")
-            progress = _progress(path)
-            if progress.best_step is not None and not self.at(progress.best_step).exists():
-                progress = replace(progress, best_step=None, best_bits_per_byte=None)  # a later best had replaced it
-            self._settle(progress)
-            return path, progress
+            return path, first_alone(partial(self._chosen, path, damaged))
         if damaged:
             raise PotstillError(f"no checkpoint in {self.folder} is whole; to start the run anew, remove that folder")
         return None
+
+    def _chosen(self, path: Path, damaged: list[Path]) -> Progress:
+        for bad in damaged:  # out of the way, for the run will write this step anew; but not lost
+            aside = bad.with_name(f"damaged-{bad.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            self.warn(f"moved the damaged {bad.name} to {bad.rename(aside)}")
+        progress = _progress(path)
+        if progress.best_step is not None and not self.at(progress.best_step).exists():
+            progress = replace(progress, best_step=None, best_bits_per_byte=None)  # a later best had replaced it
+        self._settle(progress)
+        return progress
 
     def _settle(self, progress: Progress) -> None:
         """Links and number of checkpoints as they should be with this one the newest; a kill may have come between. What the
@@ -114,6 +196,34 @@ class Checkpoints:
             self.warn(f"{link} was a folder and no link, as copies have it: it is now {copied}, which may be removed")
 
 
+def _first_fills(beside: Path, path: Path) -> AbstractContextManager[None]:
+    return filling(beside, path) if ranks().first else nullcontext()
+
+
+def _written(snapshot: Snapshot, beside: Path, path: Path, small: list[str]) -> tuple[WrittenFiles, Sums]:
+    try:
+        written = snapshot.write(beside)
+        return written, checksums(beside, [*small, *written.files])
+    except Exception as error:
+        refused = refusal(beside, error)
+        raise could_not_write(path, refused) if refused is not None else error from error
+
+
+def _told(work: Callable[[], T]) -> list[T]:
+    """What `work()` gives on each rank, by the group of those that save. An error of one is raised by all."""
+    group, result, failed = ranks().saving, None, None
+    try:
+        result = work()
+    except Exception as error:
+        if group is None:
+            raise
+        failed = error
+    found = everyones((result, None if failed is None else str(failed)), group)
+    if said := next((told for _, told in found if told is not None), None):
+        raise Agreed(said) from failed
+    return [each for each, _ in found]  # type: ignore[misc]
+
+
 def _progress(checkpoint: Path) -> Progress:
     path = checkpoint / "progress.json"
     try:
@@ -138,6 +248,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self._last = self.seconds()
+        self._begun = 0 if self.run.checkpoint is None else self.run.step  # the last step that was saved
 
     def due(self) -> bool:
         """Whether the step just taken is to be saved, even if it is neither the last nor the best."""
@@ -147,19 +258,38 @@ class Saver:
         return by_step or (config.every_minutes is not None and minutes >= config.every_minutes)
 
     def save(self) -> None:
+        """What is saved already, or being saved, is not saved again. The last save of a run is waited for."""
         run = self.run
+        self.finish()
         refuse_broken_weights(self.parts.module, run.step)
-        run.checkpoint = self.checkpoints.save(run, self.parts, self.feed)
+        ends = run.step == run.total_steps or run.stopped_by is not None
+        background = self.parts.recipe.checkpoint.async_save and not ends
+        self.checkpoints.begin(run, self.parts, self.feed, background)
+        self._begun, self._last = run.step, self.seconds()
+        if not background:
+            self.finish()
+
+    def look(self) -> None:
+        """Between steps: whether a save that is under way has ended."""
+        if self.checkpoints.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, and tell of it."""
+        path, run = self.checkpoints.finish(), self.run
+        if path is None:
+            return
+        run.checkpoint = path
         run.best = None if run.best_step is None else self.checkpoints.at(run.best_step)
-        self._last = self.seconds()
         for watcher in self.watching:
-            watcher.saved(run, run.checkpoint)
+            watcher.saved(run, path)
 
     def save_rest(self) -> bool:
         """Save what is not saved yet; whether there was something."""
-        unsaved = self.run.step > 0 and self.run.checkpoint != self.checkpoints.at(self.run.step)
+        unsaved = self.run.step > 0 and self._begun != self.run.step
         if unsaved:
             self.save()
+        self.finish()
         return unsaved
 
     def save_despite(self, error: PotstillError) -> PotstillError:

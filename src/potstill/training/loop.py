@@ -86,6 +86,7 @@ def _train(
             for watcher in watching:
                 watcher.started(run)
                 stack.callback(watcher.ended, run)
+            stack.callback(checkpoints.abandon)
             loop = Loop(parts, run, feed, Saver(run, parts, checkpoints, feed, watching, seconds), watching, stop)
             watch = Watch(here, recipe.train.timeout)
             while run.step < run.total_steps and not run.stopped_by:
@@ -113,6 +114,7 @@ class Loop:
     def advance(self) -> None:
         """Take the next step, or end the run: where a signal came, where there is no more text, by an error. All ranks do the
         same: what one of them met is told before any of them waits for another."""
+        self.saver.look()
         following, trouble = self._following()
         own = 0 if following is None else sum(batch.supervised_tokens for batch in following.step.batches)
         failed, stopped = isinstance(trouble, PotstillError), isinstance(trouble, StoppedWaiting)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import re
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from potstill.config import Recipe
 from potstill.config.recipe import changed_keys, load_recipe, recipe_yaml
 from potstill.data import check_there, count_left
 from potstill.files import json_lines, lock, remove_unfinished, write_text
+from potstill.parallel.agree import first_alone, together
 from potstill.parallel.markers import Markers
+from potstill.parallel.mesh import ranks
 from potstill.training.checkpoint import Checkpoints
 from potstill.training.feed import count_steps
 from potstill.training.logging import EVALS, METRICS
@@ -23,10 +27,11 @@ from potstill.training.state import load_state
 from potstill.types import PotstillError
 
 RECIPE = "recipe.yaml"
+SHARED_SECONDS = 60.0  # that a network file system may take to show a file to other hosts
 OTHER_FOLDER = "run= of a recipe, --out of the quickstart"
 # What may differ when a run is resumed: it does not change the steps already taken.
 MAY_CHANGE = re.compile(
-    r"train\.(steps|device):|checkpoint\.|eval[.:]|log\.|run:|data\.workers:|teachers\.\d+\.(server|remote\.(concurrency|timeout|"
+    r"train\.(steps|device|micro_batch_size):|parallel\.|checkpoint\.|eval[.:]|log\.|run:|data\.workers:|teachers\.\d+\.(server|remote\.(concurrency|timeout|"
     r"retry_timeout|token)):|rollouts\.engine\.(server|folder|batch_size):"
 )
 _locks: dict[Path, int] = {}  # held until the process ends, however it ends
@@ -34,9 +39,17 @@ _locks: dict[Path, int] = {}  # held until the process ends, however it ends
 
 def open_run(recipe: Recipe, warn: Callable[[str], None]) -> tuple[Recipe, Checkpoints]:
     """Lock the run's folder. Gives its checkpoints, and the recipe with the size of pieces that the run began with, where the
-    recipe does not say: a run is never measured twice."""
+    recipe does not say: a run is never measured twice. The first rank has the lock; all must see its folder."""
     folder = Path(recipe.run)
     checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep, warn)
+    recipe, nonce = first_alone(lambda: _opened(recipe, folder, checkpoints))
+    checkpoints.markers = Markers(folder, checkpoints.last_step, nonce)
+    together(lambda: _check_shared(checkpoints.markers))
+    return recipe, checkpoints
+
+
+def _opened(recipe: Recipe, folder: Path, checkpoints: Checkpoints) -> tuple[Recipe, str]:
+    """On the first rank: the recipe, and the word by which the run is ours."""
     if checkpoints.all():
         recipe = _as_begun(recipe, folder)
     try:
@@ -45,10 +58,21 @@ def open_run(recipe: Recipe, warn: Callable[[str], None]) -> tuple[Recipe, Check
         for name in (RECIPE, METRICS, EVALS):  # which only the holder of the lock writes
             remove_unfinished(folder, f"*-{name}")
         checkpoints.prepare()
-        checkpoints.markers = Markers.begin(folder, checkpoints.last_step)
+        return recipe, Markers.begin(folder, checkpoints.last_step).nonce
     except OSError as error:
         raise PotstillError(f"run: cannot write to {folder} ({error.strerror or error})") from error
-    return recipe, checkpoints
+
+
+def _check_shared(markers: Markers) -> None:
+    """Ranks on other hosts write into the same checkpoints. A network file system may take a while to show a new file."""
+    end = time.monotonic() + SHARED_SECONDS
+    while not markers.ours():
+        if time.monotonic() > end:
+            raise PotstillError(
+                f"run: rank {ranks().rank} on {socket.gethostname()} does not see what rank 0 wrote into {markers.folder}: "
+                "choose a folder on a file system that all hosts share"
+            )
+        time.sleep(0.1)
 
 
 def _as_begun(recipe: Recipe, folder: Path) -> Recipe:
@@ -92,7 +116,7 @@ def resume(parts: Parts, checkpoints: Checkpoints, console: Console) -> Run:
     recipe, folder = parts.recipe, Path(parts.recipe.run)
     steps, found = recipe.train.steps, checkpoints.newest()
     if found is None:
-        total = steps or _count_steps(parts, console)
+        total = steps or first_alone(lambda: _count_steps(parts, console))
         if not recipe.rollouts.writes and not any(source.streaming for source in parts.data.sources):
             check_there(lambda: parts.step_batches(None), parts.teachers, total)
         run = Run(folder, total_steps=total, teachers=parts.identities)
@@ -101,10 +125,12 @@ def resume(parts: Parts, checkpoints: Checkpoints, console: Console) -> Run:
         _check_fits(parts, progress, folder)
         load_state(path, parts.module, parts.optimizers)
         best = None if progress.best_step is None else checkpoints.at(progress.best_step)
-        evaluations = [record for _, record in json_lines(folder / EVALS) if record and record["step"] <= progress.step]
+        told = first_alone(lambda: [record for _, record in json_lines(folder / EVALS) if record])
+        evaluations = [record for record in told if record["step"] <= progress.step]
         run = Run(folder, evaluations[-1] if evaluations else None, path, best, **vars(progress))
         run.total_steps = steps or run.total_steps
-    write_text(folder / RECIPE, recipe_yaml(recipe))  # not earlier: a recipe that does not fit is not the run's
+    # Not earlier: a recipe that does not fit is not the run's.
+    first_alone(lambda: write_text(folder / RECIPE, recipe_yaml(recipe)))
     return run
 
 

@@ -1,81 +1,251 @@
 """What training resumes from, as named tensors in safetensors files: weights and optimizers' state.
 
-Nothing here is a pickle: torch.distributed.checkpoint puts where each piece belongs as JSON into the files' headers. What the
-checkpoint's model/ holds bit for bit is not written again.
+Each rank writes whole weights of some layers into model/, as transformers would, and its own parts of everything else into
+state/; the files' headers say where a part belongs, in the words of torch.distributed.checkpoint. Any number of ranks reads of
+that what it needs. Nothing here is a pickle. What model/ holds bit for bit is not written again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Muon, Optimizer
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from potstill.models import quiet
-from potstill.parallel.weights import weights_of
+from potstill.files import write_text
+from potstill.parallel.agree import first_alone, together
+from potstill.parallel.mesh import ranks
+from potstill.parallel.weights import Box, boxes, here, keeps, make_copies_equal, weights_of, whole
 from potstill.types import PotstillError
 
-FILE_BYTES = 1 << 28  # of one file, since each is put together in memory
-# Each parameter that is trained, as `optimizer.parameter`.
-Slots = dict[str, tuple[Optimizer, nn.Parameter]]
+INDEX = "model.safetensors.index.json"
+FILE_BYTES = 50 * 10**9  # of a file of model/, as transformers has it
+PLACES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # in a header: {name: {OFFSETS: where the piece begins}}
+LAYER = re.compile(r"(.*?\.\d+)\.")
+T = TypeVar("T")
+Slots = dict[str, tuple[Optimizer, nn.Parameter]]  # each parameter that is trained, as `optimizer.parameter`
 
 
-def save_state(folder: Path, model: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Into the new `folder`, beside `model`, the student as transformers saved it."""
-    weights = weights_of(module)
-    held = set(_held(model, weights))
-    tensors = {name: tensor for name, tensor in weights.items() if name not in held}
-    for slot, (optimizer, parameter) in _slots(module, optimizers).items():
-        tensors |= {f"{slot}.{key}": value.detach() for key, value in optimizer.state.get(parameter, {}).items()}
-    writer = HuggingFaceStorageWriter(str(folder), _files(tensors), save_distributed=True)
-    with quiet():
-        save(tensors, storage_writer=writer, no_dist=not torch.distributed.is_initialized())
+def seed_step(seed: int, step: int, dp_index: int) -> None:
+    """Before each optimizer step. What it draws then depends on nothing that came before it: there is no random state to save,
+    none to put back when a step is not taken, and a run can go on with any number of ranks. Ranks that share rows share it."""
+    mixed = hashlib.blake2b(f"{seed} {step} {dp_index}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(mixed, "little"))
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    files: list[str]
+    weights: dict[str, str]  # those in model/, each with its file there
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this rank writes of a checkpoint, as it is at one moment."""
+
+    model: PreTrainedModel
+    weights: dict[str, dict[str, Tensor]]  # whole ones, by file of model/
+    parts: dict[str, list[tuple[Box, Tensor]]]  # of everything else
+
+    def write(self, checkpoint: Path) -> WrittenFiles:
+        """Into a folder that has model/ and state/."""
+        parts, written = dict(self.parts), WrittenFiles([], {})
+        for file, weights in self.weights.items():
+            saved = {name: tensor.contiguous() for name, tensor in _as_saved(self.model, weights).items()}
+            written.files.append(f"model/{file}")
+            save_file(saved, checkpoint / "model" / file, {"format": "pt"})
+            written.weights.update(dict.fromkeys(saved, file))
+            for (
+                name,
+                tensor,
+            ) in weights.items():  # some architectures are saved in other pieces than they are trained in
+                there = saved.get(name)
+                if there is None or there.dtype != tensor.dtype or not torch.equal(there, tensor):
+                    parts[f"model.{name}"] = [(tuple(slice(0, size) for size in tensor.shape), tensor)]
+        for number in range(max([int(ranks().first), *map(len, parts.values())])):  # the first rank's is always there
+            few = {name: pieces[number] for name, pieces in parts.items() if number < len(pieces)}
+            places = {name: {OFFSETS: [each.start for each in box]} for name, (box, _) in few.items()}
+            written.files.append(f"state/{ranks().rank:05d}-{number}.safetensors")
+            tensors = {name: tensor for name, (_, tensor) in few.items()}
+            save_file(tensors, checkpoint / written.files[-1], {PLACES: json.dumps(places)})
+        return written
+
+
+def take_snapshot(
+    model: PreTrainedModel, module: nn.Module, optimizers: Sequence[Optimizer], copy: bool = False
+) -> Snapshot:
+    """Collective. `module` has `model` as its attribute `model`. `copy`: later steps are not to show."""
+    slots = _slots(module, optimizers)
+    moments = {
+        f"{slot}.{key}": value.detach()
+        for slot, (optimizer, parameter) in slots.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    weights, mine, files = weights_of(module), ranks().rank, _files(module)
+    make_copies_equal([*weights.values(), *moments.values()])
+    numbered: dict[str, dict[str, Tensor]] = {}
+    for file, (owner, names) in files.items():
+        for name in names:
+            tensor = whole(weights[name])  # every rank takes part, one keeps it
+            if owner == mine:
+                kept = numbered.setdefault(file, {})
+                kept[name.removeprefix("model.")] = _on_host(tensor, copy, here(weights[name]))
+    rest = {name: tensor for name, tensor in weights.items() if not name.startswith("model.")} | moments
+    parts: dict[str, list[tuple[Box, Tensor]]] = {}
+    for number, (name, tensor) in enumerate(rest.items()):
+        if keeps(tensor, number):
+            part = here(tensor)
+            parts[name] = [(there, _on_host(part[at], copy, part)) for there, at in boxes(tensor)]
+    return Snapshot(model, numbered, parts)
+
+
+def _on_host(tensor: Tensor, copy: bool, live: Tensor) -> Tensor:
+    held = tensor.detach().cpu().contiguous()
+    shared = held.untyped_storage().data_ptr() == live.untyped_storage().data_ptr()
+    return held.clone() if copy and shared else held
+
+
+def _as_saved(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    ignored = set(model._keys_to_ignore_on_save or ())
+    found: dict[str, Tensor] = revert_weight_conversion(model, {n: t for n, t in weights.items() if n not in ignored})
+    return found
+
+
+def _files(module: nn.Module) -> dict[str, tuple[int, list[str]]]:
+    """Each file of model/, with the rank that writes it and the weights in it. A layer stays together, for transformers may
+    make one tensor of several, or several of one."""
+    layers: dict[str, list[str]] = {}
+    sizes: Counter[str] = Counter()
+    for name, tensor in weights_of(module).items():
+        if name.startswith("model."):
+            layer = LAYER.match(name)
+            key = layer[1] if layer else ""
+            layers.setdefault(key, []).append(name)
+            sizes[key] += tensor.numel() * tensor.element_size()
+    files, load = [], dict.fromkeys(range(ranks().students), 0)
+    open_file: dict[int, tuple[int, list[str]]] = {}  # of each rank: its bytes and weights
+    for key, size in sizes.most_common():
+        owner = min(load, key=lambda rank: load[rank])
+        load[owner] += size
+        filled, names = open_file.get(owner, (FILE_BYTES, []))
+        if filled + size > FILE_BYTES:
+            filled, names = 0, []
+            files.append((owner, names))
+        names += layers[key]
+        open_file[owner] = filled + size, names
+    count = len(files)
+    names_of_files = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    return dict(zip(names_of_files if count > 1 else ["model.safetensors"], files, strict=True))
+
+
+def write_index(checkpoint: Path, weights: Mapping[str, str]) -> list[str]:
+    """Of a model in several files, which weight is in which. Gives the files that were written."""
+    if len(set(weights.values())) < 2:
+        return []
+    index = {"metadata": {}, "weight_map": dict(sorted(weights.items()))}
+    write_text(checkpoint / "model" / INDEX, json.dumps(index, indent=2) + "\n")
+    return [f"model/{INDEX}"]
 
 
 def load_state(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Put a checkpoint's tensors into module and optimizers. Of one that does not fit, nothing."""
-    if not list((checkpoint / "state").glob("*.safetensors")):
+    """Put a checkpoint's tensors into module and optimizers. Of one that does not fit, nothing. Collective."""
+    stored = first_alone(lambda: _readable(checkpoint, lambda: _stored(checkpoint)))
+    weights, slots = weights_of(module), _slots(module, optimizers)
+    # A parameter that never had a gradient has no optimizer state.
+    kept = {name: _room(*slots[slot], key) for name, slot, key in _parted(stored) if slot in slots}
+    tensors = weights | kept
+    if misfit := _misfit(tensors, stored):
         raise PotstillError(
-            f"checkpoint {checkpoint} is of an earlier version of potstill, whose state/ could run code when it is read: end "
-            f"the run with that version, or begin another with student.model={checkpoint / 'model'} and run="
+            f"checkpoint {checkpoint} does not fit this recipe's student and optimizer ({misfit}): choose another folder with "
+            "run="
         )
+    together(lambda: _readable(checkpoint, lambda: _read(checkpoint, tensors, stored)))
+    for name, slot, key in _parted(kept):
+        optimizer, parameter = slots[slot]
+        optimizer.state[parameter][key] = kept[name]
+
+
+def _readable(checkpoint: Path, read: Callable[[], T]) -> T:
     try:
-        with quiet():
-            _load(checkpoint, module, optimizers)
-    except (CheckpointException, SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        return read()
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise PotstillError(
             f"checkpoint {checkpoint} cannot be read ({reason}): choose another folder with run="
         ) from error
 
 
-def _load(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    state, model = checkpoint / "state", checkpoint / "model"
-    stored, beside = _shapes(state), {f"model.{name}": shape for name, shape in _shapes(model).items()}
-    weights, slots = weights_of(module), _slots(module, optimizers)
-    # A parameter that never had a gradient has no optimizer state.
-    kept = {name: _room(*slots[slot], key) for name, slot, key in _parted(stored) if slot in slots}
-    tensors = weights | kept
-    if misfit := _misfit(tensors, stored, beside):
+@dataclass(frozen=True)
+class Piece:
+    """Of a stored tensor: its file, its name there, and where it lies in the whole."""
+
+    file: str
+    name: str
+    box: Box
+
+
+def _stored(checkpoint: Path) -> dict[str, list[Piece]]:
+    """The pieces of every tensor. What is in state/ goes before what model/ has of that name."""
+    if not list((checkpoint / "state").glob("*.safetensors")):
         raise PotstillError(
-            f"checkpoint {checkpoint} does not fit this recipe's student and optimizer ({misfit}): choose another folder with "
-            "run="
+            f"checkpoint {checkpoint} is of an earlier version of potstill, whose state/ could run code when it is read: end "
+            f"the run with that version, or begin another with student.model={checkpoint / 'model'} and run="
         )
-    _read(state, {name: tensor for name, tensor in tensors.items() if name in stored})
-    _read(model, {name.removeprefix("model."): tensor for name, tensor in weights.items() if name not in stored})
-    for name, slot, key in _parted(kept):
-        optimizer, parameter = slots[slot]
-        optimizer.state[parameter][key] = kept[name]
+    return _pieces(checkpoint, "model", "model.") | _pieces(checkpoint, "state")
+
+
+def _pieces(checkpoint: Path, folder: str, prefix: str = "") -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
+    for path in sorted((checkpoint / folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            places = json.loads((file.metadata() or {}).get(PLACES, "{}"))
+            for name in file.keys():  # noqa: SIM118
+                sizes = file.get_slice(name).get_shape()
+                starts = places[name][OFFSETS] if places else [0] * len(sizes)
+                box = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+                found.setdefault(f"{prefix}{name}", []).append(Piece(f"{folder}/{path.name}", name, box))
+    return found
+
+
+def _read(checkpoint: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, list[Piece]]) -> None:
+    """This rank's part of each tensor, each file opened once."""
+    wanted: dict[str, list[tuple[str, Box, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        part, missing = here(tensor), here(tensor).numel()
+        for there, at in boxes(tensor):
+            for piece in stored[name]:
+                cut = [_both(a, b) for a, b in zip(there, piece.box, strict=True)]
+                if all(each.start < each.stop for each in cut):
+                    source = tuple(_from(each, of.start) for each, of in zip(cut, piece.box, strict=True))
+                    room = part[at][tuple(_from(each, of.start) for each, of in zip(cut, there, strict=True))]
+                    wanted.setdefault(piece.file, []).append((piece.name, source, room))
+                    missing -= room.numel()
+        if missing:
+            raise ValueError(f"{name} is not whole")
+    for file_name, requests in wanted.items():
+        with safe_open(checkpoint / file_name, "pt") as file:
+            for name, source, room in requests:
+                room.copy_(file.get_slice(name)[source] if source else file.get_tensor(name))
+
+
+def _both(a: slice, b: slice) -> slice:
+    return slice(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _from(a: slice, start: int) -> slice:
+    return slice(a.start - start, a.stop - start)
 
 
 def _parted(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
@@ -92,13 +262,6 @@ def _room(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> Tensor:
     return torch.empty_like(parameter.detach())
 
 
-def seed_step(seed: int, step: int, dp_index: int) -> None:
-    """Before each optimizer step. What it draws then depends on nothing that came before it: there is no random state to save,
-    none to put back when a step is not taken, and a run can go on with any number of ranks. Ranks that share rows share it."""
-    mixed = hashlib.blake2b(f"{seed} {step} {dp_index}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(mixed, "little"))
-
-
 def _slots(module: nn.Module, optimizers: Sequence[Optimizer]) -> Slots:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found: Slots = {}
@@ -109,46 +272,14 @@ def _slots(module: nn.Module, optimizers: Sequence[Optimizer]) -> Slots:
     return found
 
 
-def _misfit(tensors: Mapping[str, Tensor], stored: Mapping[str, torch.Size], beside: Mapping[str, torch.Size]) -> str:
+def _misfit(tensors: Mapping[str, Tensor], stored: Mapping[str, list[Piece]]) -> str:
     """The first tensor that is not there, is of another shape, or has no place; the empty string if there is none."""
     for name, tensor in tensors.items():
-        there = stored.get(name, beside.get(name))
-        if there is None:
+        if name not in stored:
             return f"{name} is not in it"
-        if there != tensor.shape:
-            return f"{name} is {list(there)} there and {list(tensor.shape)} here"
-    without_place = [name for name in stored if name not in tensors]
+        there = [max(ends) for ends in zip(*([each.stop for each in p.box] for p in stored[name]), strict=True)]
+        if there != list(tensor.shape):
+            return f"{name} is {there} there and {list(tensor.shape)} here"
+    # What model/ has besides is the student in other pieces.
+    without_place = [n for n, pieces in stored.items() if n not in tensors and pieces[0].file.startswith("state/")]
     return f"{without_place[0]} has no place here" if without_place else ""
-
-
-def _shapes(folder: Path) -> dict[str, torch.Size]:
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: about.size for name, about in found.items() if isinstance(about, TensorStorageMetadata)}
-
-
-def _read(folder: Path, tensors: dict[str, Any]) -> None:
-    if tensors:
-        reader = HuggingFaceStorageReader(str(folder))
-        load(tensors, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
-
-
-def _held(model: Path, weights: Mapping[str, Tensor]) -> Iterator[str]:
-    """Which weights stand in the model's own files under the same name, bit for bit. Some architectures are saved in other
-    pieces than they are trained in."""
-    for path in model.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                mine, saved = weights.get(f"model.{name}"), file.get_tensor(name)
-                if mine is not None and saved.dtype == mine.dtype and torch.equal(saved, mine.cpu()):
-                    yield f"model.{name}"
-
-
-def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of the file, from 1, that each tensor goes into."""
-    numbers: dict[str, int] = {}
-    number, filled = 1, 0
-    for name, tensor in tensors.items():
-        if filled and filled + tensor.nbytes > FILE_BYTES:
-            number, filled = number + 1, 0
-        numbers[name], filled = number, filled + tensor.nbytes
-    return numbers

@@ -27,7 +27,7 @@ from potstill.cache.store import Cache, shard_names
 from potstill.cache.verify import verify
 from potstill.cli.cache_command import show_info
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
-from potstill.files import MANIFEST
+from potstill.files import MANIFEST, draft_of
 from potstill.models import load_teacher
 from potstill.signals.document import from_bytes, to_bytes
 from potstill.signals.kinds import KINDS
@@ -168,7 +168,7 @@ def test_an_empty_cache_of_a_strangers_is_not_made_anew_over_files_outside(spoil
 def test_links_in_place_of_a_writers_own_files_are_not_written_through(name, actions, made, tmp_path):
     stranger = Stranger(tmp_path / "a", made)
     emptied(stranger)
-    for left in [f".unfinished-{os.getpid()}-{MANIFEST}"] if name == "pid" else [name]:
+    for left in [draft_of(Path(MANIFEST)).name] if name == "pid" else [name]:
         (stranger.cache / left).symlink_to(stranger.outside / ("tokenizer" if "files" in left else "victim.json"))
     actions["build"](stranger)
     assert stranger.seen() == stranger.before and verify(stranger.cache).damage == []

@@ -9,20 +9,24 @@ import pytest
 import torch
 from planted import Planted
 from safetensors import safe_open
-from safetensors.torch import save_file
+from tiny_families import make_model
 from torch import nn
 from torch.optim import Optimizer
+from transformers import AutoModelForCausalLM
 
 from potstill.config import OptimizerConfig
 from potstill.parallel.weights import weights_of
 from potstill.training import state
 from potstill.training.optimizer import make_optimizers
-from potstill.training.state import load_state, save_state, seed_step
+from potstill.training.state import load_state, seed_step, take_snapshot, write_index
+from potstill.training.student import StudentLoss
 from potstill.types import PotstillError
 
 
 class Experts(nn.Module):
     """Of which a batch goes through some only; the last is never used. `twin` has the first one's weights."""
+
+    config, _weight_conversions, _keys_to_ignore_on_save = None, (), None  # as transformers' models have them
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()
@@ -58,10 +62,12 @@ def step(module: Holder, optimizers: list[Optimizer], expert: int) -> None:
         optimizer.zero_grad()
 
 
-def saved(folder: Path, module: nn.Module, optimizers: list[Optimizer], model: dict[str, torch.Tensor]) -> Path:
-    (folder / "model").mkdir(parents=True)
-    save_file(model, folder / "model" / "model.safetensors")
-    save_state(folder / "state", folder / "model", module, optimizers)
+def saved(folder: Path, module: nn.Module, optimizers: list[Optimizer]) -> Path:
+    for name in ("model", "state"):
+        (folder / name).mkdir(parents=True)
+    written = take_snapshot(module.model, module, optimizers).write(folder)
+    write_index(folder, written.weights)
+    assert sorted(written.files) == sorted(str(p.relative_to(folder)) for p in folder.rglob("*.safetensors"))
     return folder
 
 
@@ -79,7 +85,7 @@ def test_a_parameter_may_have_its_first_gradient_after_the_checkpoint(tmp_path: 
     module, optimizers = made(optimizer, 0)
     for _ in range(3):
         step(module, optimizers, 0)
-    checkpoint = saved(tmp_path / "c", module, optimizers, {"head.bias": module.model.head.bias.detach().clone()})
+    checkpoint = saved(tmp_path / "c", module, optimizers)
     torch.manual_seed(5)
     for _ in range(2):
         step(module, optimizers, 1)
@@ -96,42 +102,60 @@ def test_a_parameter_may_have_its_first_gradient_after_the_checkpoint(tmp_path: 
 
 
 def test_weights_are_stored_once(tmp_path: Path) -> None:
-    """What model/ holds bit for bit is not in state/; what it holds in another form is; a shared weight has one name."""
-    module, optimizers = made("adamw", 0)
-    held = {name.removeprefix("model."): t.clone() for name, t in weights_of(module).items()}
-    held["experts.1.weight"] = held["experts.1.weight"].mT.contiguous()  # the shape is the same, the content is not
-    held["experts.2.bias"] = held["experts.2.bias"].half()
-    del held["experts.2.weight"]
-    checkpoint = saved(tmp_path / "c", module, optimizers, held)
-    assert names(checkpoint / "state") == {
-        "model.experts.1.weight", "model.experts.2.bias", "model.experts.2.weight",
-    }  # fmt: skip
-    again, its_optimizers = made("adamw", 1)
-    load_state(checkpoint, again, its_optimizers)
-    assert all(
-        torch.equal(a, b) for a, b in zip(again.state_dict().values(), module.state_dict().values(), strict=True)
-    )
-    assert again.model.twin.weight is again.model.experts[0].weight
+    """What model/ holds bit for bit is not in state/; what it holds in other pieces, or not at all, is. A shared weight has one
+    name."""
+    student = make_model("mixtral", tie_word_embeddings=True)
+    student.model._keys_to_ignore_on_save = {"model.norm.weight"}
+    module = StudentLoss(student)
+    checkpoint = saved(tmp_path / "c", module, [])
+    experts = {f"model.model.layers.{i}.mlp.experts.{part}_proj" for i in (0, 1) for part in ("gate_up", "down")}
+    assert experts | {"model.model.norm.weight"} <= names(checkpoint / "state")
+    every = set(weights_of(module)) - names(checkpoint / "state")
+    assert {name.removeprefix("model.") for name in every} < names(checkpoint / "model")
+    again = StudentLoss(make_model("mixtral", seed=1, tie_word_embeddings=True))
+    load_state(checkpoint, again, [])
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
+    assert again.model.lm_head.weight is again.model.model.embed_tokens.weight
 
 
-def test_tensors_go_into_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "FILE_BYTES", 300)
+def test_a_large_model_has_several_files_which_transformers_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "FILE_BYTES", 30_000)
+    module = StudentLoss(make_model("llama"))
+    optimizers = make_optimizers(module.model, module.model.lm_head, OptimizerConfig())
+    checkpoint = saved(tmp_path / "c", module, optimizers)
+    files = sorted(path.name for path in (checkpoint / "model").glob("*.safetensors"))
+    assert files == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    module.model.config.save_pretrained(checkpoint / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint / "model", dtype=torch.float64).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in module.model.state_dict().items())
+    again = StudentLoss(make_model("llama", seed=1))
+    load_state(checkpoint, again, [])
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
+
+
+def test_a_copy_does_not_show_later_steps(tmp_path: Path) -> None:
     module, optimizers = made("adamw", 0)
     step(module, optimizers, 0)
-    checkpoint = saved(tmp_path / "c", module, optimizers, {})
-    assert len(list((checkpoint / "state").glob("*.safetensors"))) > 4
+    before = {name: tensor.clone() for name, tensor in weights_of(module).items()}
+    mean = optimizers[0].state[module.model.head.weight]["exp_avg"].clone()
+    snapshot = take_snapshot(module.model, module, optimizers, copy=True)
+    step(module, optimizers, 0)
+    for name in ("model", "state"):
+        (tmp_path / "c" / name).mkdir(parents=True)
+    snapshot.write(tmp_path / "c")
     again, its_optimizers = made("adamw", 1)
-    load_state(checkpoint, again, its_optimizers)
-    assert all(
-        torch.equal(a, b) for a, b in zip(again.state_dict().values(), module.state_dict().values(), strict=True)
-    )
-    assert set(its_optimizers[0].state) == {*again.model.head.parameters(), *again.model.experts[0].parameters()}
+    load_state(tmp_path / "c", again, its_optimizers)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(again).items())
+    assert not torch.equal(again.model.head.weight, module.model.head.weight)
+    assert torch.equal(its_optimizers[0].state[again.model.head.weight]["exp_avg"], mean)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     module, optimizers = made("adamw", 0)
     step(module, optimizers, 0)
-    checkpoint = saved(tmp_path / "c", module, optimizers, {})
+    checkpoint = saved(tmp_path / "c", module, optimizers)
 
     def refused(name: str, width: int, words: str) -> None:
         other, its_optimizers = made(name, 1, width)
