@@ -22,6 +22,8 @@ Ints = npt.NDArray[np.int64]
 class PotstillError(Exception):
     """Something the user can put right. The command line shows its one sentence and no traceback."""
 
+    shared = False  # every rank of the run raises it
+
 
 def _no_ids() -> npt.NDArray[np.int32]:
     return np.zeros(0, dtype=np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,15 +14,15 @@ from rich.progress import Progress
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
 from potstill.config.recipe import checked
 from potstill.evals.fidelity import evaluate, evaluation_batches, greedy_completions
-from potstill.evals.reference import Reference, behind_server, in_cache
+from potstill.evals.reference import Reference, behind_server, in_cache, own_share
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel, check_fit, load_student
-from potstill.parallel.mesh import pick_device
+from potstill.parallel.mesh import pick_device, ranks
 from potstill.teachers.live import LiveModel
 from potstill.teachers.open import open_live
 from potstill.teachers.remote import RemoteOrigin, open_server
 from potstill.teachers.teacher import Teacher
-from potstill.types import PotstillError
+from potstill.types import Batch, PotstillError
 
 
 def evaluate_model(
@@ -43,8 +43,9 @@ def evaluate_model(
     device: str,
     json_out: bool,
 ) -> dict[str, Any]:
-    """Evaluate, print, and give back the numbers."""
-    console = Console(stderr=json_out, soft_wrap=True)
+    """Evaluate, print, and give back the numbers. Under torchrun the text is dealt: every process has the models whole."""
+    first = ranks().first
+    console = Console(stderr=json_out, soft_wrap=True, quiet=not first)
     keys = {"sources": [source], "max_length": max_length or 1024, "piece_bytes": piece_bytes, "packing": packing}
     data = checked(DataConfig, keys, "--data")
     place = pick_device(device)
@@ -73,11 +74,13 @@ def evaluate_model(
         console.print(reference.note, style="yellow", highlight=False, markup=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("evaluating", total=None)
-        batches = evaluation_batches(data, student, batch_size, examples, "--data")
+        batches: Iterable[Batch] = evaluation_batches(data, student, batch_size, examples, "--data")
+        batches = own_share(list(batches)) if ranks().many else batches
         advance = lambda rows: bar.advance(task, rows)  # noqa: E731
         result = evaluate(student, reference.teacher, batches, place, advance, asked=reference.batches, key="--data")
     result["samples"] = greedy_completions(student, prompt or [], max_new_tokens)
-    print(json.dumps(result, ensure_ascii=False)) if json_out else show(console, result)
+    if first:
+        print(json.dumps(result, ensure_ascii=False)) if json_out else show(console, result)
     return result
 
 

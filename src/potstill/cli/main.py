@@ -83,9 +83,11 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="YAML recipe; docs/recipe.md lists its keys.")],
     overrides: opt.Overrides = None,
 ) -> None:
-    """Run a recipe, or go on with it where it stopped.
+    """Run a recipe, or go on with it where it stopped; under torchrun over many processes.
 
     Example: potstill train recipes/distil.yaml train.steps=200 run=runs/short
+
+    Example: torchrun --nproc-per-node 4 -m potstill train recipes/distil.yaml parallel.tp=2
     """
     from potstill import train as run_recipe
     from potstill.config.recipe import load_recipe
@@ -93,13 +95,14 @@ def train(
     checked = load_recipe(recipe, overrides or [])
     with traces_in(Path(checked.run)):
         run = run_recipe(checked)
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, quiet=rank() > 0)
     if run.stopped_by:
         console.print(
             f"stopped by {run.stopped_by} at step {run.step}; the same command goes on from there", highlight=False
         )
         raise typer.Exit(run.exit_code)
-    console.print(f"student: {run.model}", highlight=False, markup=False)
+    if rank() == 0:
+        console.print(f"student: {run.model}", highlight=False, markup=False)
 
 
 @app.command()
@@ -186,11 +189,13 @@ def evaluate(
     device: opt.Device = "auto",
     json_out: opt.Json = False,
 ) -> None:
-    """Bits per byte, perplexity, calibration, and closeness to a teacher, on given text."""
+    """Bits per byte, perplexity, calibration, and closeness to a teacher, on given text. Under torchrun the text is dealt."""
     options = with_source(locals())
     from potstill.cli.eval import evaluate_model
+    from potstill.config import ParallelConfig
+    from potstill.parallel.mesh import pick_device, world
 
-    with in_words_of_options():
+    with in_words_of_options(), world(ParallelConfig(), pick_device(device)):
         evaluate_model(**options)
 
 
@@ -311,7 +316,10 @@ def main() -> None:
     except PotstillError as error:
         if debug:
             raise
-        _say(str(error))
+        if rank() == 0:
+            _say(str(error))
+        elif not error.shared:  # what all ranks met is said by the first
+            _say(f"rank {rank()}: {error}")
         sys.exit(1)
     except Unforeseen as error:
         cause = error.__cause__
@@ -329,6 +337,11 @@ def main() -> None:
         if stdout_is_gone():
             sys.exit(READER_LEFT)
         raise
+
+
+def rank() -> int:
+    """Of this process among those that torchrun started; before any group is made, and after."""
+    return int(os.environ.get("RANK") or 0)
 
 
 def _say(sentence: str) -> None:

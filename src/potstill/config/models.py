@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from potstill.config.registry import CacheKind
 from potstill.config.sections import Positive, Section, ServerAddress, key
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 class StudentConfig(Section):
@@ -23,7 +23,9 @@ class StudentConfig(Section):
     )
     revision: str | None = key(None, "hub revision of `model` or `from`")
     tokenizer: str | None = key(None, "folder, `shipped:NAME` or hub id; default: the model's own")
-    dtype: Literal["float32", "bfloat16"] = key("float32", "dtype the student's weights are kept and trained in")
+    dtype: Literal["float32", "bfloat16", "float64"] = key(
+        "float32", "dtype the student's weights are kept and trained in; float64: to compare runs to the last digit"
+    )
     attn_implementation: str | None = key(None, "eager, sdpa, flash_attention_2, …; default: the model's own")
     dropout: float | None = key(
         None,

@@ -21,6 +21,8 @@ T = TypeVar("T")
 class Agreed(PotstillError):
     """An error that every rank raises. One of them says it."""
 
+    shared = True
+
 
 def exchanged(**counts: int) -> dict[str, int]:
     """Each number summed over the ranks of the student."""

@@ -72,7 +72,7 @@ class StudentLoss(nn.Module):
             out, score = _policy_gradient(own, batch, targets, row_weight, settings)
         else:
             options = {key: value for key, value in vars(settings).items() if key not in ("discount", "ratio_clip")}
-            out = _fused(own, batch, targets, row_weight, **options | {"ce_weight": _ce_weight(batch, settings)})
+            out = _fused(own, batch, targets, row_weight, **options | {"ce_weight": _ce_weight(own, batch, settings)})
         sums = {"loss": out.loss, "kd": out.kd.sum(), "ce": out.ce.sum()}
         if batch.rows.behaviour is not None:
             sums |= _on_policy_sums(out.ce, batch.rows.behaviour, score)
@@ -94,12 +94,14 @@ def _fused(own: HiddenTarget, batch: Batch, targets: Targets | None, row_weight:
     return fused_linear_kd(own.hidden, target=targets, **vars(own.head), **options)
 
 
-def _ce_weight(batch: Batch, settings: LossSettings) -> float | Tensor:
+def _ce_weight(own: HiddenTarget, batch: Batch, settings: LossSettings) -> float | Tensor:
     """0 at what the student wrote itself: that would teach it to be surer of itself, and nothing else."""
     behaviour = batch.rows.behaviour
     if behaviour is None or not settings.ce_weight:
         return settings.ce_weight
-    return torch.where(behaviour.isnan(), settings.ce_weight, 0.0)
+    # As exact as the number is in batches of the data set's text alone: what lies in a batch must not matter.
+    weight = torch.tensor(settings.ce_weight, dtype=torch.promote_types(own.hidden.dtype, torch.float32))
+    return torch.where(behaviour.isnan(), weight.to(behaviour.device), 0.0)
 
 
 def _policy_gradient(
@@ -107,7 +109,7 @@ def _policy_gradient(
 ) -> tuple[FusedLoss, Score | None]:
     """The loss by the tokens that the student drew. Its gradient is that of a cross-entropy with weights of its own, its value
     is not: the one is put under the other."""
-    behaviour, plain = batch.rows.behaviour, _ce_weight(batch, settings)
+    behaviour, plain = batch.rows.behaviour, _ce_weight(own, batch, settings)
     if behaviour is None or not targets:
         return _fused(own, batch, None, row_weight, ce_weight=plain), None
     with torch.no_grad():

@@ -1,0 +1,125 @@
+"""One recipe over 2 and 4 ranks equals the same recipe in one process: losses and weights, over 20 steps in float64.
+
+The matrix is covered in pairs: every way of spreading the student, every family, every place of the teacher, whose text and
+whose tokenizer stand beside several values of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equal_runs import compare, write_inputs
+from served import Served
+
+from potstill.cache.build import build
+from potstill.config import DataConfig, StoreConfig, TeacherConfig
+from potstill.models import load_teacher
+
+SPREAD: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "dp4": (4, {}),
+    "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}),
+    "tp2": (2, {"tp": 2}),
+    "dp2tp2": (4, {"tp": 2}),
+    "cp2": (2, {"cp": 2}),
+    "cp2tp2": (4, {"cp": 2, "tp": 2}),
+    "ep2": (2, {"ep": 2}),
+}
+ROLLOUTS = {
+    "off-policy": {},
+    "on-policy": {"on_policy_fraction": 1.0, "num_generations": 1, "sampling": {"max_new_tokens": 8}},
+    "mixed": {"on_policy_fraction": 0.5, "num_generations": 1, "sampling": {"max_new_tokens": 8}},
+}
+QUICK = [
+    ("dp2", "llama", "live", "off-policy", "same"),
+    ("tp2", "qwen3", "live", "off-policy", "same"),
+    ("cp2", "gemma3", "live", "off-policy", "same"),
+    ("dp2", "llama", "live", "mixed", "same"),
+]
+SLOW = [
+    ("dp4", "qwen3", "cached", "off-policy", "same"),
+    ("dp4", "gemma3", "write-through", "on-policy", "same"),
+    ("dp4", "llama", "sharded", "off-policy", "cross"),
+    ("hsdp", "phi3", "live", "mixed", "same"),
+    ("hsdp", "llama", "remote", "off-policy", "same"),
+    ("hsdp", "qwen3", "sharded", "off-policy", "same"),
+    ("tp2", "phi3", "cached", "off-policy", "cross"),
+    ("tp2", "llama", "own ranks", "on-policy", "same"),
+    ("tp2", "gemma3", "remote", "mixed", "same"),
+    ("dp2", "phi3", "own ranks", "off-policy", "cross"),
+    ("dp2", "gemma3", "own ranks", "off-policy", "same"),
+    ("dp2tp2", "llama", "live", "off-policy", "cross"),
+    ("dp2tp2", "gemma3", "sharded", "on-policy", "same"),
+    ("dp2tp2", "qwen3", "write-through", "mixed", "same"),
+    ("cp2", "llama", "cached", "off-policy", "same"),
+    ("cp2", "qwen3", "own ranks", "off-policy", "same"),
+    ("cp2tp2", "llama", "live", "off-policy", "cross"),
+    ("cp2tp2", "qwen3", "remote", "off-policy", "same"),
+    ("ep2", "qwen3-moe", "live", "off-policy", "same"),
+    ("ep2", "qwen3-moe", "sharded", "mixed", "same"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("equal")
+    write_inputs(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def cache(folder: Path) -> Path:
+    """All of the texts, as hidden states."""
+    config = TeacherConfig(model=str(folder / "teacher"), dtype="float64")
+    data = DataConfig.model_validate({"sources": [{"files": str(folder / "texts.jsonl")}], "max_length": 64})
+    model = load_teacher(config, torch.device("cpu"), "teacher", "teacher")
+    build(model, StoreConfig(kind="hidden"), data, folder / "cache", name="teacher")
+    return folder / "cache"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    with Served(folder / "teacher") as served:
+        yield served.address
+
+
+def run(folder: Path, case: tuple[str, ...], teacher: dict[str, Any]) -> tuple[float, float]:
+    spread, family, placed, text, tokenizer = case
+    world, parallel = SPREAD[spread]
+    model = {"model": str(folder / "teacher"), "dtype": "float64"}
+    alone = {"cached": teacher, "remote": teacher}.get(placed, model)
+    over = {
+        "sharded": model | {"placement": "shard"},
+        "own ranks": model | {"ranks": 1},
+        "write-through": model | {"cache": str(folder / "-".join(case)), "store": {"kind": "hidden"}},
+    }.get(placed, alone)
+    changes: dict[str, Any] = {"family": family, "teachers": [alone], "rollouts": ROLLOUTS[text]}
+    if tokenizer == "cross":
+        changes |= {"student": {"tokenizer": "shipped:tokenizers/pieces-1k"}, "loss": {"temperature": 1.0}}
+        changes["family"] = "llama-1k" if family == "llama" else family
+    more = {"parallel": parallel, "teachers": [over]}
+    return compare(folder, "-".join(case).replace(" ", "-"), world + (placed == "own ranks"), changes, more)
+
+
+@pytest.mark.parametrize("case", QUICK, ids=" ".join)
+def test_a_run_over_ranks_equals_one_process(folder: Path, case: tuple[str, ...]) -> None:
+    losses, weights = run(folder, case, {})
+    assert losses < 1e-8 and weights < 1e-8, (losses, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=" ".join)
+def test_every_way_equals_one_process(folder: Path, case: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+    teacher: dict[str, Any] = {}
+    if case[2] == "cached":
+        teacher = {"cache": str(request.getfixturevalue("cache"))}
+    elif case[2] == "remote":
+        teacher = {"server": request.getfixturevalue("server")}
+    losses, weights = run(folder, case, teacher)
+    # A cache keeps hidden states in float32, and a server answers in it: what two batches round apart there.
+    limit = 1e-6 if case[2] in ("write-through", "remote") else 1e-8
+    assert losses < limit and weights < limit, (losses, weights)
