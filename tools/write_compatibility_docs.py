@@ -21,8 +21,8 @@ OPENING = """\
 <!-- Written by tools/write_compatibility_docs.py from src/potstill/config/compatibility.py: change that file, not this one. -->
 
 A recipe that asks for something that cannot be is refused before anything is trained, with every reason at once. What the
-recipe alone tells is refused when it loads; what only a cache's manifest and the tokenizers tell, when the teachers are
-opened. Each table below varies two things and leaves the rest at the recipe's defaults (`policy_gradient_kl` on the
+recipe alone tells is refused when it loads; what only a cache's manifest, a server and the tokenizers tell, when the teachers
+are opened. Each table below varies two things and leaves the rest at the recipe's defaults (`policy_gradient_kl` on the
 student's own text). **✓** trains; a number is that of the [reason](#reasons). A test takes a training step with every
 combination that the tables allow.
 """

@@ -1,6 +1,6 @@
 """The one table of what goes together: a teacher's signal, its tokenizer, the loss, whose text is trained on, and how several
 teachers are combined. The recipe loader asks it for what a recipe tells; whoever opens a teacher asks it again for what only
-a cache's manifest and the tokenizers tell. docs/compatibility.md is written from it."""
+a cache's manifest, a server and the tokenizers tell. docs/compatibility.md is written from it."""
 
 from __future__ import annotations
 
