@@ -99,7 +99,7 @@ def compare(spread: Spread, family: str, name: str | None = None, passed: int = 
 
 
 QUICK = ["qwen3", "phi3", "hidden · jsd · T 1.7", "top-k · forward_kl · T 1.0", "sampled", "common_vocab · dense"]
-QUICK += ["prefix_marginal", "policy_gradient_kl"]
+QUICK += ["prefix_marginal", "policy_gradient_kl", "hidden · repeat"]
 WITHOUT_A_PLAN = ("qwen3-moe", "mixtral", "gpt2")
 
 
@@ -111,6 +111,7 @@ def in_tensors(world: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 QUICK_CONTEXT = ["gemma3", "gemma2", "top-k · forward_kl · T 1.0", "common_vocab · dense", "policy_gradient_kl"]
+QUICK_CONTEXT += ["hidden · repeat"]
 
 
 def in_contexts(cp: int, tp: int, names: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -184,6 +184,7 @@ TARGETS: dict[str, tuple[LossSettings, Make]] = {
         for name in ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd")
         for t in (1.0, 1.7)
     },
+    "hidden · repeat": (settings(repeat_weight=0.3), lambda batch: [(1.0, hidden_target(batch))]),
     **{
         f"top-k · {name} · T {t}": (settings(name, t), lambda batch, t=t: [(1.0, top_k_target(batch, t))])
         for name, t in (("forward_kl", 1.0), ("jsd", 1.7), ("tvd", 1.0))

@@ -12,8 +12,8 @@ from potstill.config.sections import Positive, Schedule, Scheduled, Section, Sha
 
 
 class LossConfig(Section):
-    """What is minimised: kd_weight · divergence(teacher, student) + ce_weight · cross-entropy, summed over the supervised
-    tokens and divided once per optimizer step by their number."""
+    """What is minimised: kd_weight · divergence(teacher, student) + ce_weight · cross-entropy + repeat_weight · cross-entropy to
+    the token just read, summed over the supervised tokens and divided once per optimizer step by their number."""
 
     divergence: DivergenceName = key(
         "forward_kl",
@@ -52,10 +52,15 @@ class LossConfig(Section):
     ce_weight: Scheduled | None = key(
         None, "weight of the cross-entropy to the text; default: 0 with a teacher, 1 without"
     )
+    repeat_weight: Scheduled = key(
+        0.0,
+        "weight of −log Q(the token just read); for a student that starts from random weights, fading in the first steps, as "
+        "in {start: 0.1, end: 0, over: 0.1}: docs/losses.md",
+    )
 
     @model_validator(mode="after")
     def _ranges(self) -> LossConfig:
-        for name in ("temperature", "kd_weight", "ce_weight"):
+        for name in ("temperature", "kd_weight", "ce_weight", "repeat_weight"):
             number = getattr(self, name)
             lowest = min(number.start, number.end) if isinstance(number, Schedule) else number
             if name == "temperature" and lowest <= 0:

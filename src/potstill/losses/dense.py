@@ -127,6 +127,7 @@ def _marginalise_odd(
     place, level = at[where], largest[at[where]]
     nodes = target.node_host[rows][odd]
     begun = np.flatnonzero(nodes)
+    actual = z[place, target.actual[rows][where]] + target.beyond[rows][where].to(z.dtype)
     mass = torch.nn.functional.pad((out[where] - level).exp_(), (0, 1))
     if len(begun):
         sizes = table.host.begin[nodes[begun] + 1] - table.host.begin[nodes[begun]]
@@ -138,14 +139,13 @@ def _marginalise_odd(
             + (table.begin[target.node[rows][where[into]]] - (ends - counts))[owner]
         )
         each = z[place[into][owner], table.token[entry]]
-        # The likeliest that begins so may be far below the likeliest of all.
-        own_level = level[into].squeeze(-1).scatter_reduce(0, owner, each, "amax", include_self=False)
+        # The likeliest that begins so may be far below the likeliest of all; and what was written need not be among them.
+        own_level = actual[into].scatter_reduce(0, owner, each, "amax")
         level[into] = own_level[:, None]
         each = (each - own_level[owner]).exp_()
         mass.view(-1).index_add_(0, into[owner] * (width + 1) + column(table.then[entry]), each)
     # What was really written counts as it was written, or goes on into the teacher's further tokens.
-    actual = z[place, target.actual[rows][where]] - level.squeeze(-1)
-    chosen = (actual + target.beyond[rows][where].to(z.dtype)).exp_()[:, None]
+    chosen = (actual - level.squeeze(-1)).exp_()[:, None]
     mass.scatter_add_(1, column(target.usual[rows][where])[:, None], -chosen)
     mass.scatter_add_(1, column(target.own[rows][where])[:, None], chosen)
     out[where] = mass[:, :width].clamp_(min=math.exp(-UNLIKELY)).log_().add_(level)

@@ -23,6 +23,7 @@ from potstill.text import (
     VocabMap,
     align_batch,
     align_spans,
+    plain_backend,
     prefix_table,
     vocab_map,
 )
@@ -38,7 +39,7 @@ class TokenizerPair:
         self, student: Any, teacher: Any, cross_tokenizer: CrossTokenizerConfig, sizes: tuple[int, int] | None = None
     ) -> None:
         """`sizes`: how many ids the models have; a tokenizer may have some more at its end."""
-        self.cross_tokenizer = cross_tokenizer
+        self.cross_tokenizer, self._tokenizer = cross_tokenizer, student
         self.student, self.teacher = TokenTable.from_tokenizer(student), TokenTable.from_tokenizer(teacher)
         if sizes is not None:
             self.student, self.teacher = self.student.narrowed(sizes[0]), self.teacher.narrowed(sizes[1])
@@ -51,7 +52,8 @@ class TokenizerPair:
 
     @cached_property
     def prefix_table(self) -> PrefixTable:
-        return prefix_table(self.teacher, self.student, vocab_map(self.teacher, self.student))
+        found = vocab_map(self.teacher, self.student)
+        return prefix_table(self.teacher, self.student, found, plain_backend(self._tokenizer))
 
     def relation(self, device: torch.device) -> Relation:
         if device not in self._relations:

@@ -2,7 +2,7 @@
 
 from potstill.text.align import Alignment, align, align_batch, align_spans
 from potstill.text.prefix import prefix_table
-from potstill.text.tokens import TokenTable
+from potstill.text.tokens import TokenTable, plain_backend
 from potstill.text.vocab import VocabMap, vocab_map
 from potstill.types import PrefixTable
 
@@ -14,6 +14,7 @@ __all__ = [
     "align",
     "align_batch",
     "align_spans",
+    "plain_backend",
     "prefix_table",
     "vocab_map",
 ]

@@ -3,18 +3,53 @@ once some of its bytes are written."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import tokenizers
 
 from potstill.text.tokens import BYTE, TEXT, TokenTable
 from potstill.text.vocab import VocabMap
 from potstill.types import PrefixTable
 
 NOWHERE = -1
+BEFORE = "\n"  # joins with nothing that comes after it
 
 
-def prefix_table(teacher: TokenTable, student: TokenTable, found: VocabMap) -> PrefixTable:
-    """`found`: the map from the teacher's ids to the student's. The student's first token of some bytes is the longest that
-    they begin with."""
+def segmented(backend: tokenizers.Tokenizer, table: TokenTable, contents: Sequence[bytes]) -> list[list[int]]:
+    """Some bytes in a tokenizer's tokens, each as it cuts them inside a text. The longest tokens, one after the other, where they
+    are no text (half a character), or the tokenizer changes it."""
+    texts = []
+    for content in contents:
+        text = content.decode("utf-8", "replace")
+        # A prefix that the tokenizer makes up stands for a space; where there is none, it must not come first.
+        texts.append(text if table.prefix == "none" else text[1:] if text[:1] == " " else BEFORE + text)
+    encoded = backend.encode_batch(texts, add_special_tokens=False)
+    found = []
+    for content, encoding in zip(contents, encoded, strict=True):
+        ids = _end(table, encoding.ids, content)
+        found.append([i for i in table.longest_words(content) if i is not None] if ids is None else ids)
+    return found
+
+
+def _end(table: TokenTable, ids: list[int], content: bytes) -> list[int] | None:
+    """The last of the ids, those that say just this."""
+    left = len(content)
+    for begin in range(len(ids) - 1, -1, -1):
+        said = table.token_bytes(ids[begin]) if ids[begin] < len(table) else b""
+        if not said or content[max(left - len(said), 0) : left] != said:
+            return None
+        left -= len(said)
+        if not left:
+            return ids[begin:]
+    return None
+
+
+def prefix_table(
+    teacher: TokenTable, student: TokenTable, found: VocabMap, backend: tokenizers.Tokenizer
+) -> PrefixTable:
+    """`found`: the map from the teacher's ids to the student's; `backend`: the student's tokenizer. An id takes part where
+    that would cut it: after ` t`, ` treaty` does, and ` the` does not, which it writes in one."""
     sizes = np.diff(found.indptr)
     first = np.full(len(teacher), NOWHERE, dtype=np.int64)
     first[sizes > 0] = found.indices[found.indptr[:-1][sizes > 0]]
@@ -22,20 +57,23 @@ def prefix_table(teacher: TokenTable, student: TokenTable, found: VocabMap) -> P
     whole = np.isin(np.arange(len(teacher)), found.student)
     first[~spelled & ~whole] = NOWHERE  # a special that the student has not is no text either
     lengths = np.where(spelled, teacher.lengths, 0).astype(np.int64)
+    parts = np.flatnonzero((lengths > 1) & ~whole)
+    segments = segmented(backend, student, [teacher.token_bytes(index) for index in parts.tolist()])
+    next_at: dict[int, dict[int, int]] = {}  # teacher id → bytes written → the student's next token
+    for index, ids in zip(parts.tolist(), segments, strict=True):
+        ends = np.cumsum([0, *(student.lengths[i] for i in ids)]).tolist()
+        if ends[-1] == lengths[index]:  # or else the student has no word for some of it
+            next_at[index] = dict(zip(ends, ids, strict=False))
+            first[index] = ids[0]
     base = np.concatenate([[0], np.cumsum(np.maximum(lengths - 1, 0))])
     nodes: dict[bytes, int] = {}
-    rests: dict[bytes, int] = {}
     node_at, then_at = np.zeros(base[-1], dtype=np.int64), np.zeros(base[-1], dtype=np.int64)
     place = 0
     for index in np.flatnonzero(lengths > 1).tolist():
-        content = teacher.token_bytes(index)
+        content, after = teacher.token_bytes(index), next_at.get(index, {})
         for written in range(1, len(content)):
             node_at[place] = nodes.setdefault(content[:written], len(nodes) + 1)
-            rest = content[written:]
-            if rest not in rests:
-                found_first = next(student.longest_words(rest))
-                rests[rest] = NOWHERE if found_first is None else found_first
-            then_at[place] = rests[rest]
+            then_at[place] = after.get(written, NOWHERE)
             place += 1
     of = np.repeat(np.arange(len(teacher)), np.diff(base))
     kept = np.flatnonzero(then_at != NOWHERE)

@@ -236,6 +236,15 @@ def _parts(tok: Any) -> tuple[tokenizers.Tokenizer, str, dict[str, str], set[int
     return tok.backend_tokenizer, str(tok.name_or_path), declared, set(tok.all_special_ids)
 
 
+def plain_backend(tok: Any) -> tokenizers.Tokenizer:
+    """A tokenizer's backend without the truncation and padding that a caller switched on."""
+    backend = _parts(tok)[0]
+    if backend.truncation is None and backend.padding is None:
+        return backend
+    whole = json.loads(backend.to_str())
+    return tokenizers.Tokenizer.from_str(json.dumps({**whole, "truncation": None, "padding": None}))
+
+
 def _spec(backend: tokenizers.Tokenizer) -> dict[str, Any]:
     """The tokenizer's own JSON without its merges: they say how text is cut, not what tokens stand for, and reading them takes
     most of the time. Inside a string of JSON the quotes would be escaped, so this is their key; they come last."""
@@ -325,9 +334,7 @@ def _table(pieces: Sequence[bytes], kinds: npt.ArrayLike, added: Sequence[int], 
 
 def _probed(table: TokenTable, backend: tokenizers.Tokenizer) -> TokenTable:
     """The table, if the tokenizer's own decoder agrees with it; not the identity if a text does not come back."""
-    if backend.truncation is not None or backend.padding is not None:
-        whole = json.loads(backend.to_str())
-        backend = tokenizers.Tokenizer.from_str(json.dumps({**whole, "truncation": None, "padding": None}))
+    backend = plain_backend(backend)
     ids = backend.encode(PROBE, add_special_tokens=False).ids
     ours = table.text_bytes(ids)
     text = [index for index in ids if table.kinds[index] != SPECIAL]

@@ -62,6 +62,7 @@ def optimizer_step(parts: Parts, prepared: PreparedStep, tokens: int, run: Run, 
         "kd_weight": settings.kd_weight if teachers else 0.0,
         **({"kd_scale": kd_scale} if recipe.loss.dynamic_scaling else {}),
         "ce_weight": settings.ce_weight,
+        **({"repeat_weight": settings.repeat_weight} if recipe.loss.repeat_weight else {}),
         **means(total),
         **alignment(counts),
         **step.facts,
@@ -110,7 +111,7 @@ def loss_settings(recipe: Recipe, progress: float) -> LossSettings:
     """The loss section with its schedules read at `progress` (0 at the first step, 1 at the last)."""
     keys: dict[str, Any] = {each.name: getattr(recipe.loss, each.name) for each in fields(LossSettings)}
     keys["ce_weight"] = recipe.ce_weight
-    keys |= {key: value_at(keys[key], progress) for key in ("temperature", "kd_weight", "ce_weight")}
+    keys |= {key: value_at(keys[key], progress) for key in ("temperature", "kd_weight", "ce_weight", "repeat_weight")}
     return LossSettings(**keys)
 
 

@@ -41,6 +41,7 @@ class LossSettings:
     entropy_gate: float | None = None
     discount: float = 0.0
     ratio_clip: float = 2.0
+    repeat_weight: float = 0.0
 
 
 class StudentLoss(nn.Module):
@@ -71,8 +72,13 @@ class StudentLoss(nn.Module):
         if settings.divergence == "policy_gradient_kl":
             out, score = _policy_gradient(own, batch, targets, row_weight, settings)
         else:
-            options = {key: value for key, value in vars(settings).items() if key not in ("discount", "ratio_clip")}
+            others = ("discount", "ratio_clip", "repeat_weight")
+            options = {key: value for key, value in vars(settings).items() if key not in others}
             out = _fused(own, batch, targets, row_weight, **options | {"ce_weight": _ce_weight(own, batch, settings)})
+        if settings.repeat_weight:
+            read = whole.input_ids.flatten()[batch.rows.student]
+            repeated = _fused(own, batch, None, row_weight, labels=read, ce_weight=settings.repeat_weight)
+            out = out._replace(loss=out.loss + repeated.loss)
         sums = {"loss": out.loss, "kd": out.kd.sum(), "ce": out.ce.sum()}
         if batch.rows.behaviour is not None:
             sums |= _on_policy_sums(out.ce, batch.rows.behaviour, score)
@@ -90,8 +96,8 @@ class StudentLoss(nn.Module):
 
 def _fused(own: HiddenTarget, batch: Batch, targets: Targets | None, row_weight: Tensor, **options: Any) -> FusedLoss:
     """`fused_linear_kd` of a batch."""
-    options |= {"labels": batch.rows.labels, "row_weight": row_weight}
-    return fused_linear_kd(own.hidden, target=targets, **vars(own.head), **options)
+    given = {"labels": batch.rows.labels, "row_weight": row_weight} | options
+    return fused_linear_kd(own.hidden, target=targets, **vars(own.head), **given)
 
 
 def _ce_weight(own: HiddenTarget, batch: Batch, settings: LossSettings) -> float | Tensor:

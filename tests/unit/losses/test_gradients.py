@@ -11,7 +11,7 @@ from potstill.models import shared_ids
 from potstill.teachers.live import live_teacher
 from potstill.training.student import LossSettings, StudentLoss
 
-FORWARD = LossSettings("forward_kl", 0.5, 0.1, 2.0, 0.8, 0.3)
+FORWARD = LossSettings("forward_kl", 0.5, 0.1, 2.0, 0.8, 0.3, repeat_weight=0.15)
 DOCUMENTS = examples([9, 17, 4, 12, 21, 6, 15, 8])
 
 
@@ -45,7 +45,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_micro_batches_1x8_2x4_8x1(pair, divergence):
-    knobs = LossSettings(divergence, 0.5, 0.1, 2.0, 0.8, 0.3)
+    knobs = LossSettings(divergence, 0.5, 0.1, 2.0, 0.8, 0.3, repeat_weight=0.15)
     whole = gradients(pair, [batch_of(*DOCUMENTS)], knobs)
     assert_same(gradients(pair, [batch_of(*DOCUMENTS[:4]), batch_of(*DOCUMENTS[4:])], knobs), whole)
     assert_same(gradients(pair, [batch_of(document) for document in DOCUMENTS], knobs), whole)
@@ -63,7 +63,7 @@ def test_chunked_hidden_state_loss_equals_plain_full_logits(pair):
     module, teacher = pair
     ours = gradients(pair, [batch_of(*DOCUMENTS)])
     module.zero_grad()
-    tokens, kd, ce = 0, 0.0, 0.0
+    tokens, kd, ce, repeated = 0, 0.0, 0.0, 0.0
     for document in DOCUMENTS:
         ids = torch.tensor(document.ids)[None].long()
         labels = torch.where(torch.tensor(document.supervised), ids[0], -100)[1:]
@@ -72,8 +72,9 @@ def test_chunked_hidden_state_loss_equals_plain_full_logits(pair):
         logp, logq = (teacher_logits / 2).log_softmax(-1), (student_logits / 2).log_softmax(-1)
         kd = kd + 4 * (logp.exp() * (logp - logq)).sum(-1)[labels != -100].sum()
         ce = ce + F.cross_entropy(student_logits, labels, ignore_index=-100, reduction="sum")
+        repeated = repeated + F.cross_entropy(student_logits[labels != -100], ids[0, :-1][labels != -100], reduction="sum")
         tokens += int((labels != -100).sum())
-    loss = (0.8 * kd + 0.3 * ce) / tokens
+    loss = (0.8 * kd + 0.3 * ce + 0.15 * repeated) / tokens
     loss.backward()
     assert tokens == sum(d.supervised_tokens for d in DOCUMENTS)
     theirs = {name: p.grad.clone() for name, p in module.named_parameters()}
