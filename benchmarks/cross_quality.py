@@ -4,10 +4,12 @@ processor seconds that they took.
 python benchmarks/cross_quality.py --work DIR --trl PYTHON    runs what results/cross_quality.json lacks
 python benchmarks/cross_quality.py --only-docs                writes the tables of docs/cross-tokenizer.md
 
-PYTHON has TRL 1.16 (and the versions of requirements.lock). Short chats are cut from the shipped corpus; the teacher is the shipped
-one, with 2,048 byte-level ids. Both sides have the same student, batch (8 chats), AdamW, learning rate (20 steps of warm-up, then
-constant, so that one run stands for all its lengths), weight of the cross-entropy and the same scorer: this file's, on held-out
-answers. A seed is that of the student's weights and of the order of the chats. A process for each run, one thread.
+Several may run at once; one that was stopped leaves DIR/NAME.lock of the run it was at, to be deleted.
+PYTHON has TRL 1.16 (and the versions of requirements.lock). Short chats are cut from the shipped corpus; the teacher is the
+shipped one, with 2,048 byte-level ids. Both sides have the same student, batch (8 chats), AdamW, learning rate (20 steps of
+warm-up, then constant, so that one run stands for all its lengths), weight of the cross-entropy and the same scorer: this
+file's, on held-out answers. A seed is that of the student's weights and of the order of the chats. A process for each run, one
+thread.
 """
 
 from __future__ import annotations
@@ -249,10 +251,14 @@ def main(options: argparse.Namespace) -> None:
         for seed in range(seeds)
         for way in ways
     ]
-    mine, of = map(int, options.share.split("/"))
-    for number, (pair, lr, steps, seed, way) in enumerate(jobs):
+    for pair, lr, steps, seed, way in jobs:
+        name = f"{pair}-{lr:.0e}-{way}-{seed}"
         there = results().get(pair, {}).get(f"{lr:.0e}", {}).get(way, {}).get(str(seed), {})
-        if number % of != mine or seed >= options.seeds or str(steps[-1]) in there:
+        if seed >= options.seeds or str(steps[-1]) in there:
+            continue
+        try:
+            (work / f"{name}.lock").touch(exist_ok=False)
+        except FileExistsError:
             continue
         student = work / f"student-{pair}-{seed}"
         if pair == "900, taught":
@@ -260,12 +266,12 @@ def main(options: argparse.Namespace) -> None:
             student = max(folder.glob("step-*"), default=folder) / "model"
         by, settings = WAYS[way]
         job = {
-            "work": str(work), "run": str(work / f"{pair}-{lr:.0e}-{way}-{seed}"), "student": str(student),
+            "work": str(work), "run": str(work / name), "student": str(student),
             "options": settings, "steps": steps, "lr": lr, "seed": seed, "by": by,
         }  # fmt: skip
         print(f"{pair}, {lr:.0e}, seed {seed}: {way}", flush=True)
         found = run(job, options.trl, work)
-        everything = results()  # again: another share may have written
+        everything = results()  # again: another process may have written
         everything.setdefault(pair, {}).setdefault(f"{lr:.0e}", {}).setdefault(way, {})[str(seed)] = found
         RESULT.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
 
@@ -305,7 +311,11 @@ def with_tables(text: str) -> str:
 
 def table(pair: str, lr: str, ways: dict[str, dict[str, dict[str, float]]]) -> str:
     steps = sorted({int(step) for runs in ways.values() for found in runs.values() for step in found if step.isdigit()})
-    head = [f"{PAIRS[pair]}, learning rate {float(lr):g}", *(f"{step:,} steps" for step in steps), "processor seconds a step"]
+    head = [
+        f"{PAIRS[pair]}, learning rate {float(lr):g}",
+        *(f"{step:,} steps" for step in steps),
+        "processor seconds a step",
+    ]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for way, runs in ways.items():
         if not runs:
@@ -319,14 +329,15 @@ def table(pair: str, lr: str, ways: dict[str, dict[str, dict[str, float]]]) -> s
 def spread(values: list[float]) -> str:
     if not values:
         return "–"
-    return f"{values[0]:.3f} (1 seed)" if len(values) == 1 else f"{mean(values):.3f} ± {stdev(values):.3f} ({len(values)})"
+    return (
+        f"{values[0]:.3f} (1 seed)" if len(values) == 1 else f"{mean(values):.3f} ± {stdev(values):.3f} ({len(values)})"
+    )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-cross-quality"))
     parser.add_argument("--trl", default="python", help="a Python that has TRL")
-    parser.add_argument("--share", default="0/1", help="of several processes, which this is: 0/2 and 1/2")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lengths", type=int, help="of the steps, so many for the seeds after the first")
     parser.add_argument("--only-docs", action="store_true")

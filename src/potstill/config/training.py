@@ -12,8 +12,8 @@ from potstill.config.sections import Positive, Schedule, Scheduled, Section, Sha
 
 
 class LossConfig(Section):
-    """What is minimised: kd_weight · divergence(teacher, student) + ce_weight · cross-entropy + repeat_weight · cross-entropy to
-    the token just read, summed over the supervised tokens and divided once per optimizer step by their number."""
+    """What is minimised: kd_weight · divergence(teacher, student) + ce_weight · cross-entropy + repeat_weight · cross-entropy
+    to the token just read, summed over the supervised tokens and divided once per optimizer step by their number."""
 
     divergence: DivergenceName = key(
         "forward_kl",

@@ -71,7 +71,9 @@ class PrefixMarginalView:
         # the token began within one of the student's, so that how others would be cut there is not known; or the sizes do not
         # agree after all.
         begun = key[np.searchsorted(key, their_key[answer])] == their_key[answer]
-        fits = ((written == 0) | (written < their_own[answer])) & (both | ~our_dummy) & begun & (size == their_size)[ours]
+        fits = (
+            ((written == 0) | (written < their_own[answer])) & (both | ~our_dummy) & begun & (size == their_size)[ours]
+        )
         node, usual = self.table.at(token[answer], np.where(fits, written, 0))
         beyond_owner, beyond_step = expanded(np.maximum(last - answer, 0) * fits)
         known = np.zeros(len(labels), dtype=np.bool_)

@@ -17,8 +17,8 @@ BEFORE = "\n"  # joins with nothing that comes after it
 
 
 def segmented(backend: tokenizers.Tokenizer, table: TokenTable, contents: Sequence[bytes]) -> list[list[int]]:
-    """Some bytes in a tokenizer's tokens, each as it cuts them inside a text. The longest tokens, one after the other, where they
-    are no text (half a character), or the tokenizer changes it."""
+    """Some bytes in a tokenizer's tokens, each as it cuts them inside a text. The longest tokens, one after the other, where
+    they are no text (half a character), or the tokenizer changes it."""
     texts = []
     for content in contents:
         text = content.decode("utf-8", "replace")

@@ -72,7 +72,9 @@ def test_chunked_hidden_state_loss_equals_plain_full_logits(pair):
         logp, logq = (teacher_logits / 2).log_softmax(-1), (student_logits / 2).log_softmax(-1)
         kd = kd + 4 * (logp.exp() * (logp - logq)).sum(-1)[labels != -100].sum()
         ce = ce + F.cross_entropy(student_logits, labels, ignore_index=-100, reduction="sum")
-        repeated = repeated + F.cross_entropy(student_logits[labels != -100], ids[0, :-1][labels != -100], reduction="sum")
+        repeated = repeated + F.cross_entropy(
+            student_logits[labels != -100], ids[0, :-1][labels != -100], reduction="sum"
+        )
         tokens += int((labels != -100).sum())
     loss = (0.8 * kd + 0.3 * ce + 0.15 * repeated) / tokens
     loss.backward()

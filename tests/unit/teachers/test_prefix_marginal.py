@@ -114,8 +114,8 @@ def spellings(table, ids, other) -> list[bytes]:
 
 
 def cut(tokenizer, student, teacher, y) -> dict[int, int]:
-    """A teacher's token as the student's tokenizer cuts it in a text: where each part begins, and its id. The longest tokens, one
-    after the other, for half a character."""
+    """A teacher's token as the student's tokenizer cuts it in a text: where each part begins, and its id. The longest tokens,
+    one after the other, for half a character."""
     content = teacher.token_bytes(y) if teacher.kinds[y] < 2 else b""
     found, at = {}, len(content)
     if not content:
@@ -127,7 +127,9 @@ def cut(tokenizer, student, teacher, y) -> dict[int, int]:
             break
     if at == 0 and all(content[a:].startswith(student.token_bytes(i)) for a, i in found.items()):
         return found
-    words = {student.token_bytes(i): i for kind in (1, 0) for i in range(len(student))[::-1] if student.kinds[i] == kind}
+    words = {
+        student.token_bytes(i): i for kind in (1, 0) for i in range(len(student))[::-1] if student.kinds[i] == kind
+    }
     found, at = {}, 0
     while at < len(content):
         end = next(n for n in range(len(content), at, -1) if content[at:n] in words)
