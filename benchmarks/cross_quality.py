@@ -246,7 +246,7 @@ def main(options: argparse.Namespace) -> None:
     work = options.work.resolve()
     prepare(work)
     jobs = [
-        (pair, lr, steps[: options.lengths] if seed else steps, seed, way)
+        (pair, lr, steps[: options.lengths], seed, way)
         for pair, lr, steps, seeds, ways in CASES
         for seed in range(seeds)
         for way in ways
@@ -339,7 +339,7 @@ if __name__ == "__main__":
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-cross-quality"))
     parser.add_argument("--trl", default="python", help="a Python that has TRL")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lengths", type=int, help="of the steps, so many for the seeds after the first")
+    parser.add_argument("--lengths", type=int, help="only the first so many of the lengths")
     parser.add_argument("--only-docs", action="store_true")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     chosen = parser.parse_args()

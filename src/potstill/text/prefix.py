@@ -80,8 +80,8 @@ def prefix_table(
     order = kept[np.argsort(node_at[kept], kind="stable")]
     counts = np.bincount(node_at[kept], minlength=len(nodes) + 1)
     main = np.full(len(student), NOWHERE, dtype=np.int64)
-    for ids in (np.flatnonzero((first != NOWHERE) & ~whole)[::-1], np.flatnonzero(whole)):  # the last one stays
-        main[first[ids]] = ids
+    for some in (np.flatnonzero((first != NOWHERE) & ~whole)[::-1], np.flatnonzero(whole)):  # the last one stays
+        main[first[some]] = some
     more = np.flatnonzero((first != NOWHERE) & (main[np.maximum(first, 0)] != np.arange(len(teacher))))
     order_more = np.argsort(first[more], kind="stable")
     several, slots = np.unique(first[more][order_more], return_inverse=True)
