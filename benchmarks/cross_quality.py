@@ -317,12 +317,12 @@ def table(pair: str, lr: str, ways: dict[str, dict[str, dict[str, float]]]) -> s
         "processor seconds a step",
     ]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for way, runs in ways.items():
-        if not runs:
-            continue
+    for way, runs in ((way, ways[way]) for way in LABELS if ways.get(way)):
         cells = [spread([found[str(step)] for found in runs.values() if str(step) in found]) for step in steps]
-        a_step = [found["seconds"] / max(int(step) for step in found if step.isdigit()) for found in runs.values()]
-        lines.append(f"| {LABELS[way]} | {' | '.join(cells)} | {mean(a_step):.3f} |")
+        # A run that was stopped has been scored, but has no time.
+        whole = [found for found in runs.values() if "seconds" in found]
+        a_step = [found["seconds"] / max(int(step) for step in found if step.isdigit()) for found in whole]
+        lines.append(f"| {LABELS[way]} | {' | '.join(cells)} | {f'{mean(a_step):.3f}' if a_step else '–'} |")
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import cache_quality  # noqa: E402
+import cross_quality  # noqa: E402
 from loss_page import page, plot  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "loss.json"
@@ -77,3 +78,15 @@ def test_what_a_student_loses_is_what_was_measured():
     assert cache_quality.lost(results, f"top-{cache_quality.K} + {cache_quality.REST} draws from the rest")[0] <= 0.01
     assert cache_quality.lost(results, f"sampled, {cache_quality.DRAWS} draws")[0] <= 0.1
     assert cache_quality.lost(results, f"top-{cache_quality.K}, renormalised")[0] > 1
+
+
+def test_what_a_student_learns_beside_trl_is_what_was_measured():
+    """The page has the results' tables, and the factors of TRL's hybrid loss are all of its lead."""
+    text = (ROOT / "docs" / "cross-tokenizer.md").read_text(encoding="utf-8")
+    assert cross_quality.with_tables(text) == text, "run python benchmarks/cross_quality.py --only-docs"
+    parts = json.loads((ROOT / "benchmarks" / "results" / "cross_ablation.json").read_text(encoding="utf-8"))
+    at_100 = {name: found["100"] for name, found in parts.items()}
+    for name in ("text", "prefix_marginal", "hybrid", "hybrid, without the factors", "prefix_marginal + 0.1 repeat"):
+        assert f"{at_100[name]:.3f} |" in text
+    assert at_100["prefix_marginal + 0.1 repeat"] < at_100["hybrid"] < at_100["prefix_marginal"]
+    assert at_100["hybrid, without the factors"] > at_100["prefix_marginal"]
