@@ -23,6 +23,7 @@ from xml.etree import ElementTree
 TESTS = Path(__file__).parent
 BUSY = 4  # processes beside each round: other rounds, or loops
 ENOUGH = 20  # rounds whose figures are kept
+LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  # it ends with whoever started it
 # File → which of its tests (a regular expression of their names; empty: all): those whose outcome may depend on what another
 # process, a client, a thread or a signal does meanwhile, and when. None: it only asks a server or other ranks, waits for the
 # answer and compares numbers. conftest.py marks them `races`.
@@ -106,7 +107,7 @@ def main(rounds: int, *options: str) -> int:
 def _fill(loops: list[subprocess.Popen[bytes]], left: int) -> None:
     """Busy loops in the place of rounds, where so few of them are left."""
     while len(loops) < min(BUSY, BUSY + 1 - left):
-        loops.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+        loops.append(subprocess.Popen([sys.executable, "-c", LOOP]))
 
 
 def _keep(rounds: int, passed: Counter[str], seconds: int) -> None:
