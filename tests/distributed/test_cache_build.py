@@ -79,7 +79,7 @@ def test_two_runs_that_fill_one_cache(ranks, tiny_teacher, tiny_text, monkeypatc
     assert computed[0] | computed[1] == set(documents(folder / "filled"))
     assert report.numbers["written_twice"] <= len(computed[0] & computed[1])
 
-    monkeypatch.setattr("potstill.teachers.open.load_teacher", lambda *_: pytest.fail("the teacher was loaded"))
+    monkeypatch.setattr("potstill.teachers.placed.load_teacher", lambda *_: pytest.fail("the teacher was loaded"))
     data = {"sources": [{"files": str(tiny_text)}], "max_length": 64}
     for rank in range(2):
         keys = recipe(folder, str(tiny_teacher), data, seed=rank)

@@ -84,7 +84,7 @@ def test_build_from_a_recipe_and_train_from_it(
     assert said.code == 0 and ": 0 documents added" in f": {said.out}"
 
     live = potstill.train(runs.recipe("live")).folder
-    monkeypatch.setattr("potstill.teachers.open.load_teacher", lambda *_: pytest.fail("the teacher was loaded"))
+    monkeypatch.setattr("potstill.teachers.placed.load_teacher", lambda *_: pytest.fail("the teacher was loaded"))
     cached = potstill.train(runs.recipe("cached", teachers=[{"cache": str(cache)}])).folder
     for ours, theirs in zip(metrics(cached), metrics(live), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)

@@ -160,9 +160,14 @@ class TeacherConfig(Section):
     )
     ranks: int = key(
         0,
-        "ranks of its own, the last of the world in the order of the teachers: whole on each, they compute ahead of the "
-        "student; 0: it is on the student's",
+        "ranks of its own, the last of the world in the order of the teachers: they compute ahead of the student; 0: it is "
+        "on the student's",
         ge=0,
+    )
+    tp: Positive | Literal["auto"] = key(
+        "auto",
+        "tensor parallel: ranks that share each of its matrices. With `ranks`: so many of them make a copy (auto: 1); "
+        "without: parallel.tp, or 1 for a teacher that is whole on every rank (auto: parallel.tp where it fits)",
     )
     revision: str | None = key(None, "hub revision")
     weight: float = key(1.0, "weight of this teacher's loss among several", gt=0)
@@ -184,7 +189,7 @@ class TeacherConfig(Section):
             raise ValueError(
                 "on_missing: skip goes with a cache alone; with model or server beside it, what is missing is computed"
             )
-        if self.ranks or self.placement != "replicate":
+        if self.ranks or self.placement != "replicate" or self.tp != "auto":
             self._placed()
         if "server" in given:
             self._served()
@@ -194,7 +199,11 @@ class TeacherConfig(Section):
 
     def _placed(self) -> None:
         if self.model is None:
-            raise ValueError("placement and ranks go with model")
+            raise ValueError("placement, ranks and tp go with model")
+        if self.ranks % self.copy_ranks:
+            raise ValueError(f"ranks: {self.ranks} are no whole copies over tp: {self.tp} ranks each: choose a multiple")
+        if self.quantize and self.copy_ranks > 1:
+            raise ValueError("tp goes without quantize: leave one of the two out")
         others = [name for name in ("ranks", "quantize") if getattr(self, name)]
         if self.placement != "replicate" and others:
             raise ValueError(f"placement: {self.placement} goes without {others[0]}: leave one of the two out")
@@ -210,6 +219,11 @@ class TeacherConfig(Section):
                 "with a cache beside the server, store says what is asked for and kept: remove remote.kind and remote.k, and "
                 "write them as store.kind and store.k"
             )
+
+    @property
+    def copy_ranks(self) -> int:
+        """Of its own ranks, over which one copy of it lies."""
+        return 1 if self.tp == "auto" else self.tp
 
     @property
     def columns(self) -> list[str]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from potstill.models.libraries import quiet
 from potstill.parallel.context import Context
+from potstill.parallel.team import Lockstep
 from potstill.parallel.vocab import shard_targets, sliced
 from potstill.types import Batch, Head, HiddenTarget, PotstillError
 
@@ -29,6 +30,11 @@ class HiddenSource(Protocol):
     @property
     def ahead(self) -> bool:
         """Whether it is asked on the thread that prepares the next step: it does not need this process's device."""
+        ...
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this process has stood still for other ranks' answers."""
         ...
 
     def begin(self, batch: Batch, positions: Tensor) -> Callable[[], Tensor]:
@@ -51,6 +57,7 @@ class LanguageModel:
     group: dist.ProcessGroup | None = None  # the ranks that share the vocabulary: each has a slice of the head
     fingerprint: str | None = None  # of its weights, where they are not here
     context: Context | None = None  # the ranks that read the parts of a sequence
+    lockstep: Lockstep = field(default_factory=Lockstep)  # the ranks that make its passes together
 
     def save(self, folder: Path) -> None:
         """As a folder that transformers loads."""
@@ -76,13 +83,14 @@ class LanguageModel:
         self._check_ids(batch)
         if self.placed is not None:
             return self.placed.begin(batch, positions)
-        return partial(self._computed, batch, positions)
+        return partial(self.computed, batch, positions)
 
     def hidden(self, batch: Batch, positions: Tensor) -> Tensor:
         """Last hidden states [N, H] at flat positions of the batch."""
         return self.begin(batch, positions)().to(batch.input_ids.device)
 
-    def _computed(self, batch: Batch, positions: Tensor) -> Tensor:
+    def computed(self, batch: Batch, positions: Tensor) -> Tensor:
+        """By this process; `hidden` is for all others."""
         limit, lengths = self.short_positions, [len(example.ids) for example in batch.examples]
         if limit is None or batch.packed or len({length > limit for length in lengths}) < 2:
             states = hidden_states(self.model, batch, self.masks, self.context)

@@ -74,8 +74,11 @@ def load_student_tokenizer(config: StudentConfig, key: str | None = None) -> Pre
     return load_tokenizer(config.tokenizer, "student.tokenizer", None, config.trust_remote_code)
 
 
-def load_teacher(config: TeacherConfig, device: torch.device, where: str, key: str | None = None) -> LanguageModel:
-    """`where`: the teacher's place in the recipe; `key`: what messages call its name where it is from no recipe."""
+def load_teacher(
+    config: TeacherConfig, device: torch.device, where: str, key: str | None = None, *, on_host: bool = False
+) -> LanguageModel:
+    """`where`: the teacher's place in the recipe; `key`: what messages call its name where it is from no recipe. `on_host`: in
+    the host's memory, as it is to be on the device."""
     assert config.model is not None
     key = key or f"{where}.model"
     options: dict[str, Any] = {"dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)}
@@ -85,7 +88,7 @@ def load_teacher(config: TeacherConfig, device: torch.device, where: str, key: s
         options["quantization_config"] = _quantization(config.quantize, where)
         options["device_map"] = {"": device}
     model = _pretrained(config.model, key, config, **options)
-    if config.quantize is None:
+    if config.quantize is None and not on_host:
         model.to(device)
     model.eval().requires_grad_(False)
     tokenizer = load_tokenizer(config.model, key, config.revision, config.trust_remote_code)
@@ -95,15 +98,17 @@ def load_teacher(config: TeacherConfig, device: torch.device, where: str, key: s
 
 
 def load_hollow(
-    config: TeacherConfig, dtype: torch.dtype, where: str
+    config: TeacherConfig, dtype: torch.dtype, where: str, key: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """A teacher's model without its weights, which are elsewhere, and its tokenizer."""
     assert config.model is not None
-    name, key = config.model, f"{where}.model"
+    name, key = config.model, key or f"{where}.model"
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     with loading(name, key, "model"), torch.device("meta"):
         known = AutoConfig.from_pretrained(locate(name), **origin)
-        options = {"trust_remote_code": config.trust_remote_code, "dtype": dtype}
+        options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "dtype": dtype}
+        if config.attn_implementation:
+            options["attn_implementation"] = config.attn_implementation
         model = _loader(known, known.architectures or []).from_config(known, **options)
     return model.eval().requires_grad_(False), load_tokenizer(name, key, config.revision, config.trust_remote_code)
 

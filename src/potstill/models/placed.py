@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,21 +24,38 @@ from potstill.config import TeacherConfig
 from potstill.models.language_model import LanguageModel
 from potstill.models.loading import load_hollow
 from potstill.parallel.channel import STARTING, Asker, as_numbers, as_text
-from potstill.types import Batch, Example, Rows
+from potstill.parallel.team import Team
+from potstill.types import Batch, Example, PotstillError, Rows
 
 ABOUT, WEIGHT, BIAS, HIDDEN = range(4)
 
 
-@dataclass(frozen=True)
+@dataclass
 class OwnRanks:
-    """Hidden states that other ranks compute: asked for ahead of the step."""
+    """Hidden states that other ranks compute: asked for ahead of the step, by one of those that have the same rows."""
 
-    asker: Asker
+    asker: Asker | None  # None: this rank is told what another one was
+    team: Team  # those that have the same rows
     row_bytes: int  # of a hidden state
     ahead: bool = True
+    waited: float = 0.0
 
     def begin(self, batch: Batch, positions: Tensor) -> Callable[[], Tensor]:
-        return self.asker.begin(HIDDEN, request_of(batch, positions), len(positions) * self.row_bytes)
+        if self.asker is None:
+            return partial(self._wait, _asked_elsewhere)
+        asked = self.asker.begin(HIDDEN, request_of(batch, positions), len(positions) * self.row_bytes)
+        return partial(self._wait, asked)
+
+    def _wait(self, asked: Callable[[], Tensor]) -> Tensor:
+        begin = time.perf_counter()
+        try:
+            return self.team.tensor_of_first(asked) if self.team.many else asked()
+        finally:
+            self.waited += time.perf_counter() - begin
+
+
+def _asked_elsewhere() -> Tensor:
+    raise AssertionError("the first rank of a team has a channel")
 
 
 def request_of(batch: Batch, positions: Tensor) -> Tensor:
@@ -58,10 +79,16 @@ def batch_of(request: Tensor) -> tuple[Batch, Tensor]:
 
 class Answers:
     """The end that computes, for any number of askers, one at a time. `loading`: the model, which may not be there yet;
-    where it cannot be loaded, everybody who asks is told."""
+    where it cannot be loaded, everybody who asks is told. `team`: the ranks that the model lies over, of which this is the
+    first; the others `follow`."""
 
-    def __init__(self, loading: Future[LanguageModel], fingerprint: Callable[[LanguageModel], str | None]) -> None:
-        self._loading, self._fingerprint = loading, fingerprint
+    def __init__(
+        self,
+        loading: Future[LanguageModel],
+        fingerprint: Callable[[LanguageModel], str | None],
+        team: Team = Team(()),  # noqa: B008
+    ) -> None:
+        self._loading, self._fingerprint, self._team = loading, fingerprint, team
         self._computing = threading.Lock()
 
     def __call__(self, what: int, request: Tensor) -> Tensor:
@@ -73,9 +100,15 @@ class Answers:
             return head.weight.detach()
         if what == BIAS:
             return head.bias.detach()[None]
-        batch, positions = batch_of(request)
-        with self._computing, torch.no_grad():
-            return model.hidden(batch.to(model.device), positions.to(model.device))
+        with self._computing:
+            self._team.told(request)
+            return _hidden_of(model, request)
+
+    def end(self, error: BaseException | None) -> None:
+        """Nobody asks any more: tell the others of the team, and why."""
+        wait_for([self._loading])  # it talks to them too
+        with self._computing:
+            self._team.told(None if error is None else (isinstance(error, PotstillError), str(error)))
 
     def _about(self, model: LanguageModel) -> dict[str, Any]:
         head = model.model.get_output_embeddings()
@@ -90,16 +123,43 @@ class Answers:
         }
 
 
-def load_elsewhere(config: TeacherConfig, asker: Asker, device: torch.device, where: str) -> LanguageModel:
-    """A teacher whose weights, but for the head, are on the other end of `asker`."""
-    nothing = torch.zeros(0, dtype=torch.int64)
-    about = json.loads(as_text(asker.begin(ABOUT, nothing, seconds=STARTING)()[0]))
+def follow(load: Callable[[], LanguageModel], team: Team) -> None:
+    """A rank that a model lies over, but not the first: makes the passes that `Answers` makes, until that ends, and as it
+    ends."""
+    model: LanguageModel | None = None
+    with suppress(PotstillError):  # the first rank has it too, and says so to those who ask
+        model = load()
+    while isinstance(job := team.told(), Tensor):
+        assert model is not None
+        with suppress(PotstillError):  # as above
+            _hidden_of(model, job)
+    if job is not None:
+        ours, words = job
+        raise (PotstillError if ours else RuntimeError)(words)
+
+
+@torch.no_grad()
+def _hidden_of(model: LanguageModel, request: Tensor) -> Tensor:
+    batch, positions = batch_of(request)
+    return model.hidden(batch.to(model.device), positions.to(model.device))
+
+
+def load_elsewhere(
+    config: TeacherConfig, asker: Asker | None, team: Team, device: torch.device, where: str
+) -> LanguageModel:
+    """A teacher whose weights, but for the head, are on the other end of `asker`, which the first rank of `team` has."""
+
+    def asked(what: int, seconds: float | None = None) -> Tensor:
+        assert asker is not None
+        return asker.begin(what, torch.zeros(0, dtype=torch.int64), seconds=seconds)()
+
+    about = json.loads(team.of_first(lambda: as_text(asked(ABOUT, STARTING)[0])))
     model, tokenizer = load_hollow(config, getattr(torch, about["dtype"]), where)
     head = model.get_output_embeddings()
-    weight = asker.begin(WEIGHT, nothing)().to(device)
+    weight = team.tensor_of_first(lambda: asked(WEIGHT)).to(device)
     head.weight = nn.Parameter(weight, requires_grad=False)
     if about["bias"]:
-        head.bias = nn.Parameter(asker.begin(BIAS, nothing)()[0].to(device), requires_grad=False)
+        head.bias = nn.Parameter(team.tensor_of_first(lambda: asked(BIAS))[0].to(device), requires_grad=False)
     found = {key: about[key] for key in ("head", "masks", "rows", "notes", "fingerprint")}
-    placed = OwnRanks(asker, weight.shape[1] * weight.element_size())
+    placed = OwnRanks(asker, team, weight.shape[1] * weight.element_size())
     return LanguageModel(model, tokenizer, **found, placed=placed)

@@ -13,7 +13,7 @@ from potstill.models import LanguageModel
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.teacher import Teacher
-from potstill.types import Batch, Example
+from potstill.types import Batch, Example, PotstillError
 
 
 class LiveModel(SignalSource):
@@ -44,10 +44,24 @@ class LiveModel(SignalSource):
         device = batch.input_ids.device
         assert reading.batch is not None
         there = batch if self._reader is None else reading.batch.to(device)
-        begun = host[0].begun if host else self._begin(there, asked)
+        try:
+            begun = host[0].begun if host else self._begin(there, asked)
+        except PotstillError:  # the other ranks make their pass
+            self.idle(device)
+            raise
         assert begun is not None
         hidden = begun().to(device).split([len(one.place) for one in asked])
         return [Signal(self.language_model.at_rows(part, self._width)) for part in hidden]
+
+    def idle(self, device: torch.device) -> None:
+        if self.language_model.lockstep.dp.size > 1:
+            nothing = collate([], pad_id=0).to(device)
+            self.language_model.hidden(nothing, nothing.rows.teacher)
+
+    @property
+    def waited(self) -> float:
+        placed = self.language_model.placed
+        return 0.0 if placed is None else placed.waited
 
     def _begin(self, batch: Batch, asked: Sequence[Asked]) -> Callable[[], Tensor]:
         if self._reader is None:

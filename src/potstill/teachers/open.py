@@ -13,7 +13,7 @@ from potstill.cache.build import CacheWriter
 from potstill.cache.manifest import read_manifest, tokenizer_of
 from potstill.cache.origin import LiveOrigin
 from potstill.cache.reader import CacheReader
-from potstill.cache.reading import as_cached, chat_kwargs
+from potstill.cache.reading import as_cached, chat_kwargs, weights_fingerprint
 from potstill.cache.store import Cache, check_beside
 from potstill.config import DataConfig, LossConfig, TeacherConfig
 from potstill.config.compatibility import Combination, check
@@ -24,8 +24,10 @@ from potstill.models import LanguageModel, difference, load_teacher, load_tokeni
 from potstill.models.placed import load_elsewhere
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import ranks
+from potstill.parallel.team import sharing_rows
 from potstill.teachers.cross_tokenizer import cross_tokenizer_view
 from potstill.teachers.live import LiveModel, live_teacher
+from potstill.teachers.placed import load_in_place, no_fingerprint
 from potstill.teachers.protocols import SignalSource, TokenizerView
 from potstill.teachers.reading import TeacherReader
 from potstill.teachers.remote import RemoteOrigin, ServedSignal, StudentTopK, open_server, server_form
@@ -79,16 +81,22 @@ class Opening:
 
     def model(self) -> LanguageModel:
         """Loaded, or asked for what it is."""
-        if self.asker is not None:
-            return load_elsewhere(self.config, self.asker, self.device, self.where)
-        if self.config.ranks:
+        config, here, cached = self.config, ranks(), self.config.cache is not None
+        team = sharing_rows(here)
+        if config.ranks and (self.asker is not None or not team.leads):
+            return load_elsewhere(config, self.asker, team, self.device, self.where)
+        if config.ranks:
             raise PotstillError(
-                f"{self.where}.ranks: {self.config.ranks} ranks of its own are {self.config.ranks} processes more than the "
-                "student's: start them with torchrun, or leave ranks out"
+                f"{self.where}.ranks: {config.ranks} ranks of its own are {config.ranks} processes more than the student's: "
+                "start them with torchrun, or leave ranks out"
             )
-        if self.config.placement != "replicate" and ranks().many:
-            raise PotstillError(f"{self.where}.placement: teachers are whole on every rank so far: leave it out")
-        return load_teacher(self.config, self.device, self.where)
+        rows = None
+        if self.student.group is not None and not cached and config.context_column is None:
+            tokenizer = load_tokenizer(config.name, f"{self.where}.model", config.revision, config.trust_remote_code)
+            if difference(self.student.tokenizer, tokenizer) is None:
+                rows = self.student.model.get_output_embeddings().weight.shape[0]
+        fingerprint = weights_fingerprint if cached else no_fingerprint
+        return load_in_place(config, self.device, self.where, here, head_rows=rows, fingerprint=fingerprint)
 
     def cross_view(self, tokenizer: Any, vocabulary: int) -> tuple[TokenizerView, int]:
         cross_tokenizer = self.config.cross_tokenizer

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +84,11 @@ class SignalSource(ABC):
         on the device first; then it is called again with `compute`."""
         return Reading(batch.examples)
 
+    def computing(self) -> AbstractContextManager[None]:
+        """Around `read` with `compute`; and once for a batch that is there already, or that another rank reads: where ranks
+        make the passes of a model together, they make them here."""
+        return nullcontext()
+
     def prepare(self, reading: Reading, asked: Sequence[Asked]) -> Sequence[Signal]:
         """What can be read on the prefetch thread: one signal per `asked`, or nothing at all."""
         return ()
@@ -90,6 +96,15 @@ class SignalSource(ABC):
     @abstractmethod
     def signal(self, batch: Batch, reading: Reading, asked: Sequence[Asked], host: Sequence[Signal]) -> list[Signal]:
         """One per `asked`, on the device of `batch`, outside autograd. `host`: what `prepare` gave."""
+
+    def idle(self, device: torch.device) -> None:  # noqa: B027
+        """In place of `signal`, for a batch that it has nothing to say about: where ranks make the passes of a model together,
+        it makes the one that the others make."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the run has stood still for ranks that compute its signal."""
+        return 0.0
 
     def close(self) -> None:  # noqa: B027
         """Called at the end of a run, however it ends."""
@@ -102,6 +117,7 @@ class Plan(ABC):
     asked: Sequence[Asked]
     known: npt.NDArray[np.bool_] | None = None  # [N]; the rows that are answered; None: all
     counts: Mapping[str, int] = field(default_factory=dict)  # of the alignment, for the log
+    view: Any = None  # that made it, where `target` needs it; it is not sent to other ranks, which have their own
 
     def prepared(self, signals: Sequence[Signal]) -> Plan:
         """The plan with what can be computed from the signals on the prefetch thread."""

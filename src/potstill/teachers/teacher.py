@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from potstill.data import collate
+from potstill.parallel.team import Team
 from potstill.teachers.protocols import Plan, Reading, Signal, SignalSource, TokenizerView
-from potstill.types import Batch, Example, Prepared, Target
+from potstill.types import Batch, Example, PotstillError, Prepared, Target
 
 Source = TypeVar("Source", bound=SignalSource, covariant=True)
 Bools = npt.NDArray[np.bool_]
@@ -30,7 +31,9 @@ class Ready(Prepared):
 
 
 class Teacher(Generic[Source]):
-    """`filter`: the values of columns that records must have for this teacher to be asked about them."""
+    """`filter`: the values of columns that records must have for this teacher to be asked about them. `team`: the ranks with
+    the same rows, where only the first of them asks the source, and tells the others: a cache may change, and a server is
+    not asked twice."""
 
     def __init__(
         self,
@@ -39,9 +42,11 @@ class Teacher(Generic[Source]):
         name: str,
         weight: float = 1.0,
         filter: Mapping[str, str | list[str]] | None = None,
+        team: Team | None = None,
     ) -> None:
         self.source, self.view, self.name, self.weight = source, view, name, weight
         self.ahead, self.fixed, self.skips = source.ahead, source.fixed, source.skips
+        self._team = team if team is not None and team.many else None
         self._filter = {column: [kept] if isinstance(kept, str) else kept for column, kept in (filter or {}).items()}
 
     def _wants(self, example: Example) -> bool:
@@ -62,6 +67,8 @@ class Teacher(Generic[Source]):
         self.source.check_there([example for example in examples if self._wants(example)])
 
     def prepare(self, batch: Batch) -> Ready:
+        if self._team is not None and not self._team.leads:
+            return Ready()
         part, kept = self._part(batch)
         rows = None
         if self._filter:
@@ -83,20 +90,44 @@ class Teacher(Generic[Source]):
 
     @torch.no_grad()  # not inference_mode: its tensors could not enter the student's backward
     def answer(self, batch: Batch, prepared: Prepared) -> tuple[Target | None, Prepared]:
-        ready = prepared
+        ready, device = prepared, batch.input_ids.device
         assert isinstance(ready, Ready)
-        if ready.batch is None:
-            return None, ready
-        device, rows = batch.input_ids.device, ready.rows
-        part = batch if rows is None else ready.batch.to(device)
-        if ready.plan is None:
-            ready = self._read(part, rows, compute=True)
-        if ready.known is not None and not ready.known.any():
+        ready = self._computed(ready, batch) if self._team is None else self._told(ready, batch)
+        if ready.batch is None or (ready.known is not None and not ready.known.any()):
+            self.source.idle(device)
             return None, ready
         assert ready.plan is not None and ready.reading is not None
+        rows = ready.rows
+        part = batch if rows is None else ready.batch.to(device)
         signals = self.source.signal(part, ready.reading, ready.plan.asked, ready.signals)
         target = ready.plan.target(signals, device)
         return target if rows is None else target.spread(np.flatnonzero(rows), len(batch.rows)), ready
+
+    def _computed(self, ready: Ready, batch: Batch) -> Ready:
+        """With what the prefetch thread could not do."""
+        with self.source.computing():
+            if ready.batch is None or ready.plan is not None:
+                return ready
+            part = batch if ready.rows is None else ready.batch.to(batch.input_ids.device)
+            return self._read(part, ready.rows, compute=True)
+
+    def _told(self, ready: Ready, batch: Batch) -> Ready:
+        """What the first rank of the team found, for all of them."""
+        assert self._team is not None
+        own, error = ready, None
+        try:
+            own = self._computed(ready, batch)
+        except PotstillError as raised:
+            error = raised
+        found = self._team.of_first(lambda: _sent(own, error))
+        if self._team.leads:
+            return own
+        plan = None if found.plan is None else replace(found.plan, view=self.view)
+        return replace(found, plan=plan)
+
+    @property
+    def waited(self) -> float:
+        return self.source.waited
 
     def targets(self, batch: Batch, prepared: Prepared | None = None) -> Target:
         """The target of a batch that it has something to say about."""
@@ -106,3 +137,11 @@ class Teacher(Generic[Source]):
 
     def close(self) -> None:
         self.source.close()
+
+
+def _sent(ready: Ready, error: PotstillError | None) -> Ready:
+    """As other ranks need it: without the documents, which `signal` does not look at where they came with their signal."""
+    if error is not None:
+        raise error
+    plan = None if ready.plan is None else replace(ready.plan, view=None)
+    return replace(ready, plan=plan, reading=None if ready.reading is None else Reading(()))

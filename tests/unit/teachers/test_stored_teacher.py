@@ -735,7 +735,7 @@ def test_the_first_epoch_fills_the_cache_and_the_second_needs_no_teacher(
 
     monkeypatch.setattr(CacheWriter, "write", never)
     potstill.train(recipe_of(tmp_path / "second", files, both))
-    monkeypatch.setattr("potstill.teachers.open.load_teacher", never)
+    monkeypatch.setattr("potstill.teachers.placed.load_teacher", never)
     potstill.train(recipe_of(tmp_path / "alone", files, {"cache": str(cache)}))
     assert losses(tmp_path / "alone") == losses(tmp_path / "first") == losses(tmp_path / "second")
     metrics = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
