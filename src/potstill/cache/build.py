@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from potstill.cache.manifest import HEAD, TOKENIZER, new_manifest, read_manifest
-from potstill.cache.origin import CLOSE, LiveOrigin, TeacherBackend, save_head
+from potstill.cache.origin import CLOSE, TeacherBackend, save_head
 from potstill.cache.reading import TeacherText, as_cached, chat_kwargs, examples_of
 from potstill.cache.store import Cache, adopt, begun_cache, create
+from potstill.cache.together import SharedOrigin, computing, origin_of
 from potstill.cache.verify import coverage
 from potstill.config import DataConfig, StoreConfig
 from potstill.files import MANIFEST
@@ -205,9 +206,29 @@ def build(
     progress: Callable[[Progress], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Progress:
-    """Add to the cache in `folder` every document of `data` that it lacks. `name`: what its manifest calls a model."""
+    """Add to the cache in `folder` every document of `data` that it lacks. `name`: what its manifest calls a model. `rank`, of
+    `world`: which share of the documents is this process's; a rank that only helps to compute another's adds none."""
+    origin = origin_of(teacher, name) if isinstance(teacher, LanguageModel) else teacher
+    with computing(origin):
+        if isinstance(origin, SharedOrigin) and not origin.leads:
+            return Progress(0, 0, 0, 0, 0, 0, 0, None, 0.0)
+        return _build(origin, store, data, folder, key, batch_tokens, (rank, world), shard_seconds, progress, say)
+
+
+def _build(
+    origin: TeacherBackend,
+    store: StoreConfig,
+    data: DataConfig,
+    folder: Path,
+    key: str,
+    batch_tokens: int,
+    share: tuple[int, int],
+    shard_seconds: float,
+    progress: Callable[[Progress], None],
+    say: Callable[[str], None],
+) -> Progress:
     begin = time.monotonic()
-    origin = LiveOrigin(teacher, name) if isinstance(teacher, LanguageModel) else teacher
+    rank, world = share
     if (begun := begun_cache(folder)) is not None:
         data = as_cached(data, begun)
     writer = CacheWriter(origin, store, folder, data=data, shard_seconds=shard_seconds)

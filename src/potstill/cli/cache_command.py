@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,20 @@ from rich.progress import Progress as Bar
 
 from potstill.cache.build import Progress, Terminated, build, ranks, sigterm_interrupts
 from potstill.cache.manifest import IMPORTED, Manifest, read_manifest, signal_keys, tokenizer_of
-from potstill.cache.origin import LiveOrigin, TeacherBackend
-from potstill.cache.reading import as_cached
+from potstill.cache.origin import TeacherBackend
+from potstill.cache.reading import as_cached, weights_fingerprint
 from potstill.cache.store import Cache, begun_cache
+from potstill.cache.together import origin_of
 from potstill.cache.verify import Report, coverage, describe, described, verify
 from potstill.cli.options import in_words_of_options
-from potstill.config import DataConfig, StoreConfig, TeacherConfig
+from potstill.config import DataConfig, ParallelConfig, StoreConfig, TeacherConfig
 from potstill.config.recipe import checked, load_recipe
 from potstill.data import with_pieces
 from potstill.models import LanguageModel, load_student_tokenizer, load_teacher, load_tokenizer
-from potstill.parallel.mesh import pick_device
+from potstill.parallel.mesh import Axis, Ranks, pick_device, world
 from potstill.signals.codec import DTYPES
 from potstill.signals.kinds import KINDS, SignalKind
+from potstill.teachers.placed import load_in_place
 from potstill.teachers.remote import open_server
 from potstill.types import PotstillError
 
@@ -63,36 +66,48 @@ def build_cache(
     folder = _folder(config, out)
     if folder is None:
         raise PotstillError("--out: say where the cache is to be, or give the teacher a cache in the recipe")
-    there = begun_cache(folder)
-    rank, world = ranks()
-    place, console = _place(device, rank, world), console_of()
-    who = f"process {rank} of {world}: " if world > 1 else ""
+    rank, count = ranks()
+    config, spread = _for_building(config, count)
+    place, alone = _place(device, rank, count), Ranks(rank, count, Axis(rank, count))
+    with world(ParallelConfig(tp=config.copy_ranks), place) if spread else nullcontext(alone) as here:
+        there, console = begun_cache(folder), console_of()
+        who = f"process {here.dp.index} of {here.dp.size}: " if here.many else ""
 
-    def say(words: str) -> None:
-        console.print(f"{who}{words}", markup=False)
+        def say(words: str) -> None:
+            if here.leader:  # others have a part of the model, and no documents
+                console.print(f"{who}{words}", markup=False)
 
-    kept = _settled(config.store, store, there, lambda form: say(f"going on with what {folder} keeps, {form}"))
-    try:
-        with sigterm_interrupts(), in_words_of_options(), _shown(console, rank, world) as show:
-            built = build(
-                _load(config, there, folder, place, key, teacher),
-                kept,
-                data,
-                folder,
-                key="data" if source is None else "--data",
-                batch_tokens=batch_tokens or (4096 if place.type == "cpu" else 16384),
-                rank=rank,
-                world=world,
-                shard_seconds=shard_seconds,
-                progress=show,
-                say=lambda message: console.print(message, style="yellow", markup=False),
-            )
-    except KeyboardInterrupt as stop:
-        say("stopped: what was computed until now is kept, and the same command goes on from there")
-        raise SystemExit(143 if isinstance(stop, Terminated) else 130) from None
-    _tell(built, kept, say)
-    if rank == 0:
-        _tell_cache(Cache(folder), data, say)
+        kept = _settled(config.store, store, there, lambda form: say(f"going on with what {folder} keeps, {form}"))
+        try:
+            with sigterm_interrupts(), in_words_of_options(), _shown(console, here) as show:
+                built = build(
+                    _load(config, there, folder, place, key, teacher, here),
+                    kept,
+                    data,
+                    folder,
+                    key="data" if source is None else "--data",
+                    batch_tokens=batch_tokens or (4096 if place.type == "cpu" else 16384),
+                    rank=here.dp.index,
+                    world=here.dp.size,
+                    shard_seconds=shard_seconds,
+                    progress=show,
+                    say=lambda message: console.print(message, style="yellow", markup=False),
+                )
+        except KeyboardInterrupt as stop:
+            say("stopped: what was computed until now is kept, and the same command goes on from there")
+            raise SystemExit(143 if isinstance(stop, Terminated) else 130) from None
+        _tell(built, kept, say)
+        if here.first:
+            _tell_cache(Cache(folder), data, say)
+
+
+def _for_building(config: TeacherConfig, processes: int) -> tuple[TeacherConfig, bool]:
+    """A teacher that all processes are for, and whether it lies over them: else each has it whole, and they know nothing of
+    each other."""
+    asked = config.placement != "replicate" or config.copy_ranks > 1
+    spread = processes > 1 and config.model is not None and asked
+    placed = {"ranks": 0} if spread else {"ranks": 0, "placement": "replicate", "tp": 1}
+    return config.model_copy(update=placed), spread
 
 
 def _place(device: str, rank: int, world: int) -> torch.device:
@@ -164,7 +179,13 @@ def _settings(form: SignalKind) -> dict[str, Any]:
 
 
 def _load(
-    config: TeacherConfig, there: Manifest | None, folder: Path, device: torch.device, key: str, number: int
+    config: TeacherConfig,
+    there: Manifest | None,
+    folder: Path,
+    device: torch.device,
+    key: str,
+    number: int,
+    here: Ranks,
 ) -> TeacherBackend:
     """The teacher; where the recipe names none, the one that the cache was built with."""
     if config.server is not None:
@@ -173,8 +194,16 @@ def _load(
     lacks, say_which = f"teachers[{number}] has no model to run", f"add teachers.{number}.model=MODEL to the command"
     if known is not None and config.dtype == "auto" and known.dtype in DTYPES:
         config = config.model_copy(update={"dtype": known.dtype})
+    load = partial(
+        load_in_place,
+        device=device,
+        where=key.removesuffix(".model"),
+        here=here,
+        fingerprint=weights_fingerprint,
+        key=key,
+    )
     if config.model is not None:
-        return LiveOrigin(load_teacher(config, device, key, key), config.name)
+        return origin_of(load(config), config.name)
     if known is None:
         raise PotstillError(f"{lacks}: {say_which}")
     if known.weights == IMPORTED:
@@ -183,7 +212,7 @@ def _load(
         )
     config = config.model_copy(update={"model": known.model, "revision": config.revision or known.revision})
     try:
-        return LiveOrigin(load_teacher(config, device, key, key), config.name)
+        return origin_of(load(config), config.name)
     except PotstillError as error:
         raise PotstillError(
             f"{lacks}, and {known.model}, with which {folder} was built, cannot be loaded ({error}): {say_which}"
@@ -235,9 +264,12 @@ def _from_model(
 
 
 @contextmanager
-def _shown(console: Console, rank: int, world: int) -> Iterator[Callable[[Progress], None]]:
+def _shown(console: Console, here: Ranks) -> Iterator[Callable[[Progress], None]]:
     """A bar on a terminal; in a log file a line now and then."""
-    share = f", process {rank} of {world}" if world > 1 else ""
+    share = f", process {here.dp.index} of {here.dp.size}" if here.many else ""
+    if not here.leader:
+        yield lambda now: None
+        return
     if not console.is_terminal:
         said = time.monotonic()
 

@@ -50,6 +50,7 @@ class Combination:
     placement: str = "replicate"
     own_ranks: bool = False  # this teacher's
     vllm_within: bool = False  # what the student writes, vLLM does in the training's process
+    teacher_tp: int | Literal["auto"] = "auto"
 
     @classmethod
     def of(
@@ -84,7 +85,7 @@ class Combination:
             return made
         context, method = teacher.context_column is not None, teacher.cross_tokenizer.method
         made = replace(made, method=method, context_column=context, filter=bool(teacher.filter))
-        made = replace(made, placement=teacher.placement, own_ranks=teacher.ranks > 0)
+        made = replace(made, placement=teacher.placement, own_ranks=teacher.ranks > 0, teacher_tp=teacher.tp)
         made = replace(made, server=None if teacher.server is None else "unknown")
         if teacher.kind != "cache":
             signal = {"model": "live", "server": teacher.remote.kind}.get(teacher.kind)
@@ -248,6 +249,18 @@ RULES = (
         lambda c: c.vllm_within and c.ranks > 1 and (not c.text or "student" in c.text),
         "vLLM in the training's process goes with one process, and this run has {ranks}: start servers with `vllm serve` and "
         "give their addresses as rollouts.engine.server, or leave rollouts.engine.kind out",
+    ),
+    Rule(
+        "rollouts.teacher_fraction",
+        lambda c: c.writes and c.signal == "live" and c.tp > 1 and c.teacher_tp != 1,
+        "the first teacher writes, for which it has to be whole on every tp rank: set teachers[0].tp to 1, or "
+        "teacher_fraction to 0",
+    ),
+    Rule(
+        "signal",
+        lambda c: c.signal == "student_top_k" and (c.ranks > 1 or c.cp > 1 or c.tp > 1),
+        "student_top_k asks about the tokens that the student likes best, for which it has to be whole in one process: start "
+        "one, or use remote.kind: top_k or hidden",
     ),
     # What the signal holds
     Rule(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ import torch
 
 from potstill.cache.build import CacheWriter
 from potstill.cache.manifest import read_manifest, tokenizer_of
-from potstill.cache.origin import LiveOrigin
+from potstill.cache.origin import TeacherBackend
 from potstill.cache.reader import CacheReader
 from potstill.cache.reading import as_cached, chat_kwargs, weights_fingerprint
 from potstill.cache.store import Cache, check_beside
+from potstill.cache.together import origin_of
 from potstill.config import DataConfig, LossConfig, TeacherConfig
 from potstill.config.compatibility import Combination, check
 from potstill.config.registry import TEACHER_SOURCES, load
@@ -24,7 +25,7 @@ from potstill.models import LanguageModel, difference, load_teacher, load_tokeni
 from potstill.models.placed import load_elsewhere
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import ranks
-from potstill.parallel.team import sharing_rows
+from potstill.parallel.team import Team, sharing_rows
 from potstill.teachers.cross_tokenizer import cross_tokenizer_view
 from potstill.teachers.live import LiveModel, live_teacher
 from potstill.teachers.placed import load_in_place, no_fingerprint
@@ -34,7 +35,7 @@ from potstill.teachers.remote import RemoteOrigin, ServedSignal, StudentTopK, op
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.stored import CachedSignal, check_cache, check_pieces
 from potstill.teachers.teacher import Teacher
-from potstill.types import PotstillError
+from potstill.types import Example, PotstillError
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,16 @@ class Opening:
         found = replace(Combination.of(self.config, self.loss), tokenizer="same" if difference is None else "other")
         if isinstance(origin, RemoteOrigin):
             found = replace(found, server=origin.server.api)
+        found = replace(found, ranks=ranks().world)
         if found.alone:
             manifest = read_manifest(Path(self.config.cache or ""))
             form = manifest.form
             found = found.stored(form.kind, form.temperatures, manifest.imported is not None)
         check(found, self.where)
 
-    def teacher(self, source: SignalSource, view: TokenizerView) -> Teacher[SignalSource]:
-        return Teacher(source, view, self.config.name, self.config.weight, self.config.filter)
+    def teacher(self, source: SignalSource, view: TokenizerView, team: Team | None = None) -> Teacher[SignalSource]:
+        """`team`: those of which one asks."""
+        return Teacher(source, view, self.config.name, self.config.weight, self.config.filter, team)
 
     def model(self) -> LanguageModel:
         """Loaded, or asked for what it is."""
@@ -136,10 +139,10 @@ def open_served(opening: Opening, origin: RemoteOrigin | None = None) -> Opened:
     opening.check(reason, origin)
     if reason is not None or config.context_column is not None:
         form = server_form(config, origin, origin.server.vocabulary, 1.0)
-        view, width = opening.cross_view(origin.tokenizer, form.vocabulary)
+        across, width = opening.cross_view(origin.tokenizer, form.vocabulary)
         reader = opening.reader(origin.tokenizer, origin.positions)
         source: SignalSource = ServedSignal(origin, form, width, temperature, reader)
-        return Opened(opening.teacher(source, view), origin, reason)
+        return Opened(opening.teacher(source, across, sharing_rows(ranks())), origin, reason)
     if origin.positions is not None and opening.data.max_length > origin.positions:
         raise PotstillError(
             f"data.max_length is {opening.data.max_length} and the teacher at {config.server} reads {origin.positions} "
@@ -150,14 +153,17 @@ def open_served(opening: Opening, origin: RemoteOrigin | None = None) -> Opened:
     form = server_form(config, origin, width, temperature)
     of_student = config.remote.kind == "student_top_k"
     source = StudentTopK(origin, student, form) if of_student else ServedSignal(origin, form, width, temperature)
-    return Opened(opening.teacher(source, SameTokenizerView(logprobs_only=opening.loss.policy_gradient)), origin)
+    view = SameTokenizerView(logprobs_only=opening.loss.policy_gradient)
+    return Opened(opening.teacher(source, view, None if of_student else sharing_rows(ranks())), origin)
 
 
 def open_cached(opening: Opening) -> Opened:
     """A cache, alone or in front of a model or a server that computes what it lacks."""
     config, student, where = opening.config, opening.student, f"{opening.where}.cache"
-    folder, writer, as_read = Path(config.cache or ""), None, None
+    folder, team = Path(config.cache or ""), sharing_rows(ranks())
+    as_read: Callable[[Example], Example] | None = None
     computes: LanguageModel | RemoteOrigin | None = None
+    origin: TeacherBackend | None = None
     if config.model is not None:
         computes = opening.model()
     elif config.server is not None:
@@ -166,10 +172,10 @@ def open_cached(opening: Opening) -> Opened:
     reason = difference(student.tokenizer, tokenizer)
     opening.check(reason, computes)  # before there is a folder
     if computes is not None:
-        origin = LiveOrigin(computes, config.name) if isinstance(computes, LanguageModel) else computes
+        origin = origin_of(computes, config.name) if isinstance(computes, LanguageModel) else computes
         if reason is not None:
             as_read = opening.reader(tokenizer, origin.positions).as_read
-        writer = CacheWriter(origin, config.store, folder, data=opening.data)
+    writer = _opened_writer(opening, origin, folder, team)
     cache, skip = Cache(folder), config.on_missing == "skip"
     reader = CacheReader(cache, skip_missing=skip, writer=writer, data=opening.data, as_read=as_read)
     if reason is None:
@@ -178,7 +184,20 @@ def open_cached(opening: Opening) -> Opened:
     else:
         check_pieces(cache, opening.data, where)
         view, width = opening.cross_view(tokenizer, cache.form.vocabulary)
-    return Opened(opening.teacher(CachedSignal(reader, width, opening.temperature), view), computes, reason)
+    source = CachedSignal(reader, width, opening.temperature, origin)
+    return Opened(opening.teacher(source, view, team), computes, reason)
+
+
+def _opened_writer(opening: Opening, origin: TeacherBackend | None, folder: Path, team: Team) -> CacheWriter | None:
+    """On the rank that asks; before it is there, nobody looks at the folder."""
+    found: list[CacheWriter] = []
+
+    def open_one() -> None:
+        if origin is not None:
+            found.append(CacheWriter(origin, opening.config.store, folder, data=opening.data))
+
+    team.of_first(open_one)
+    return found[0] if found else None
 
 
 def _cached_tokenizer(folder: Path, where: str) -> Any:

@@ -12,6 +12,7 @@ import torch
 from potstill.config import StoreConfig, TeacherConfig
 from potstill.http_client import Connection
 from potstill.models import LanguageModel, evaluating
+from potstill.parallel.mesh import ranks
 from potstill.serving.openai import OpenAIServer
 from potstill.serving.protocol import PotstillServer, potstill_version
 from potstill.signals import kinds
@@ -27,12 +28,15 @@ Server = PotstillServer | OpenAIServer
 
 
 def open_server(config: TeacherConfig, where: str) -> RemoteOrigin:
-    """Ask the server what it is."""
+    """Ask the server what it is. `remote.concurrency` is the run's: each rank with rows of its own has a share of it."""
     assert config.server is not None
-    connection = Connection(config.server, config.remote, where)
+    dp = ranks().dp
+    mine = max(1, len(range(dp.index, config.remote.concurrency, dp.size)))
+    remote = config.remote.model_copy(update={"concurrency": mine})
+    connection = Connection(config.server, remote, where)
     version = potstill_version(connection)
     server: Server = OpenAIServer(connection, config) if version is None else PotstillServer(connection, version)
-    return RemoteOrigin(server, config.remote.concurrency)
+    return RemoteOrigin(server, remote.concurrency)
 
 
 class RemoteOrigin:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from potstill.cache.manifest import tokenizer_of
+from potstill.cache.origin import TeacherBackend
 from potstill.cache.reader import CacheReader
 from potstill.cache.reading import chat_kwargs, template_fingerprint
 from potstill.cache.store import Cache
+from potstill.cache.together import computing
 from potstill.config import DataConfig
 from potstill.models import load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
@@ -71,17 +74,25 @@ class StoredSignal(SignalSource):
 
 
 class CachedSignal(StoredSignal):
-    """A cache, alone or in front of what computes its missing documents."""
+    """A cache, alone or in front of what computes its missing documents (`origin`), which is then on every rank; the reader
+    adds to the cache on the one that asks."""
 
-    def __init__(self, reader: CacheReader, width: int, temperature: float = 1.0) -> None:
+    def __init__(
+        self, reader: CacheReader, width: int, temperature: float = 1.0, origin: TeacherBackend | None = None
+    ) -> None:
         super().__init__(reader.form, width, temperature)
-        self.reader, self.ahead, self.fixed, self.skips = reader, reader.ahead, reader.fixed, reader.skips
+        self.reader, self.ahead, self._origin = reader, reader.ahead, origin
+        self.fixed, self.skips = reader.fixed and origin is None, reader.skips
+
+    def computing(self) -> AbstractContextManager[None]:
+        return computing(self._origin)
 
     def missing(self, batch: Batch) -> Sequence[int]:
         return self.reader.missing(batch)
 
     def check_there(self, examples: Sequence[Example]) -> None:
-        self.reader.check_there(examples)
+        if self.fixed:
+            self.reader.check_there(examples)
 
     def documents(self, batch: Batch, compute: bool) -> Sequence[Document] | None:
         found = self.reader.documents(batch.examples)
