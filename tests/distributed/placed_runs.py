@@ -14,6 +14,7 @@ from ranks import on_ranks
 from spread_students import full
 from taught import sentence
 from tiny_models import make_model, write_jsonl
+from transformers import PreTrainedModel
 
 from potstill.config import ParallelConfig, Recipe
 from potstill.data import StepBatches
@@ -88,6 +89,9 @@ def in_place(keys: Found) -> Found:
     """The same with one process."""
     elsewhere = ("ranks", "placement", "tp")
     teachers = [{k: v for k, v in teacher.items() if k not in elsewhere} for teacher in keys["teachers"]]
+    for teacher in teachers:
+        if "cache" in teacher and "model" in teacher:
+            teacher["cache"] += "-alone"  # to be filled by it
     return {key: value for key, value in keys.items() if key != "parallel"} | {"teachers": teachers}
 
 
@@ -156,14 +160,30 @@ def steps(made: Recipe, askers: Mapping[int, Asker], here: Ranks) -> Found:
         losses.append(float(summed(total, here.sums.group)))
         for p in module.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            summed(p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad, here.sums.group)
+            summed(local(p.grad), here.sums.group)
         optimizer.step()
         optimizer.zero_grad()
     waited = [teacher.waited for teacher in teachers]
     for teacher in teachers:
         teacher.close()
-    parameters = [full(p).detach() for p in module.parameters()]
-    return {"parameters": parameters, "losses": losses, "silent": silent, "notes": teacher_set.notes, "waited": waited}
+    return {
+        "parameters": [full(p).detach() for p in module.parameters()],
+        "losses": losses,
+        "silent": silent,  # passes without rows
+        "notes": teacher_set.notes,
+        "waited": waited,
+        "held": [held(teacher.source.language_model.model) for teacher in teacher_set.live],
+    }
+
+
+def held(model: PreTrainedModel) -> int:
+    """Weights of it that this rank has in its memory."""
+    return sum(local(p).numel() for p in model.parameters() if not p.is_meta)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
 
 
 def summed(values: torch.Tensor, group: Any) -> torch.Tensor:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from placed_runs import compare, recipe, write_models
+from placed_runs import ROWS, compare, recipe, trained, write_models
+from ranks import on_ranks
 
 OTHER = "pieces-1k"
 
@@ -31,7 +32,12 @@ def test_sharded_over_data_parallel_ranks(folder: Path) -> None:
         recipe(folder, routed(folder)),
     ]
     found = compare(2, cases)
-    assert max(each["silent"] for each in found[0] if each is not None) > 0
+    both = [each for each in found[0] if each is not None]
+    assert max(each["silent"] for each in both) > 0
+    (whole,) = on_ranks(1, trained, cases[:1])[0]
+    head = ROWS * 32
+    for each in both:  # the head, and half of the rest
+        assert 0 <= each["held"][0] - head - (whole["held"][0] - head) / 2 < 100
 
 
 def test_tensor_parallel_beside_the_student(folder: Path) -> None:

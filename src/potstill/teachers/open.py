@@ -94,7 +94,7 @@ class Opening:
                 "start them with torchrun, or leave ranks out"
             )
         rows = None
-        if self.student.group is not None and not cached and config.context_column is None:
+        if here.tp.size > 1 and not cached and config.context_column is None:
             tokenizer = load_tokenizer(config.name, f"{self.where}.model", config.revision, config.trust_remote_code)
             if difference(self.student.tokenizer, tokenizer) is None:
                 rows = self.student.model.get_output_embeddings().weight.shape[0]
