@@ -201,7 +201,9 @@ class TeacherConfig(Section):
         if self.model is None:
             raise ValueError("placement, ranks and tp go with model")
         if self.ranks % self.copy_ranks:
-            raise ValueError(f"ranks: {self.ranks} are no whole copies over tp: {self.tp} ranks each: choose a multiple")
+            raise ValueError(
+                f"ranks: {self.ranks} are no whole copies over tp: {self.tp} ranks each: choose a multiple"
+            )
         if self.quantize and self.copy_ranks > 1:
             raise ValueError("tp goes without quantize: leave one of the two out")
         others = [name for name in ("ranks", "quantize") if getattr(self, name)]
