@@ -3,6 +3,7 @@ ranks fill caches together. The student has the parameters of one process, and t
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from served import Served
 from potstill.cache.build import build
 from potstill.cache.reading import weights_fingerprint
 from potstill.cache.together import SharedOrigin, origin_of
+from potstill.cli.cache_command import build_cache
 from potstill.config import DataConfig, ParallelConfig, StoreConfig, TeacherConfig
 from potstill.parallel.mesh import world
 from potstill.teachers.placed import load_in_place
@@ -57,7 +59,8 @@ def test_a_cache_filled_from_ranks_of_its_own(folder: Path) -> None:
 def test_a_server_that_one_of_two_ranks_asks(folder: Path) -> None:
     with Served(folder / "one") as server:
         asked = {"server": server.address, "remote": {"kind": "hidden"}}
-        compare(2, [recipe(folder, [asked], parallel={"tp": 2}), recipe(folder, [asked], OTHER, parallel={"cp": 2})])
+        cases = [recipe(folder, [asked], parallel={"tp": 2}), recipe(folder, [asked], OTHER, parallel={"cp": 2})]
+        compare(2, cases, atol=1e-7)  # what it answers is float32
         assert on_ranks(2, concurrency, server.address, 5) == [3, 2]
         assert on_ranks(2, concurrency, server.address, 1) == [1, 1]
 
@@ -90,6 +93,28 @@ def test_a_build_by_ranks_together_is_that_of_one(folder: Path, tmp_path: Path) 
     assert sum(added for added, _ in sharded) == count and min(added for added, _ in sharded) > 0
     assert [added for added, _ in split] == [count, 0]
     assert content(tmp_path / "alone") == content(tmp_path / "sharded") == content(tmp_path / "split")
+
+
+def commanded(recipe_file: str, out: str, *overrides: str) -> None:
+    store = {"kind": "top_k", "k": 8}
+    build_cache(recipe_file, overrides, Path(out), 0, None, store, {}, 60, 60.0, "cpu")
+
+
+def test_the_command_builds_with_a_teacher_over_ranks(folder: Path, tmp_path: Path) -> None:
+    keys = recipe(folder, [{"model": str(folder / "one"), "ranks": 2}])
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(keys | {"run": str(tmp_path / "run")}), encoding="utf-8")
+    on_ranks(1, commanded, str(path), str(tmp_path / "alone"), "teachers.0.tp=2")
+    on_ranks(2, commanded, str(path), str(tmp_path / "plain"))
+    on_ranks(2, commanded, str(path), str(tmp_path / "split"), "teachers.0.tp=2")
+    on_ranks(2, commanded, str(path), str(tmp_path / "sharded"), "teachers.0.ranks=0", "teachers.0.placement=shard")
+    wanted = content(tmp_path / "alone")
+    assert len(wanted) == 20
+    for name in ("plain", "split", "sharded"):
+        found = content(tmp_path / name)
+        assert {key: tokens for key, (tokens, _) in found.items()} == {
+            key: tokens for key, (tokens, _) in wanted.items()
+        }, name
 
 
 def broken(folder: str, out: str) -> str:

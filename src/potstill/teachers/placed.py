@@ -15,6 +15,8 @@ Both make the groups between the ranks, so that every rank of the world calls on
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -128,7 +130,24 @@ def asking(recipe: Recipe, here: Ranks, device: torch.device, seconds: float) ->
 
 
 def serve_teacher(recipe: Recipe, here: Ranks, device: torch.device) -> None:
-    """What a teacher's rank does: it answers until all who ask are done; the error that ended them ends it too."""
+    """What a teacher's rank does: it answers until all who ask are done; the error that ended them ends it too. A signal does
+    not: who asks is told to stop by the same one, and needs its answers until then."""
+    with _signals_ignored():
+        _serve_teacher(recipe, here, device)
+
+
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    main = threading.current_thread() is threading.main_thread()  # Python allows handlers there only
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT) if main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _serve_teacher(recipe: Recipe, here: Ranks, device: torch.device) -> None:
     channels = _open_channels(recipe, here, device)
     copy = channels.copy
     assert copy is not None

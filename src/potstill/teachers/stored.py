@@ -20,9 +20,10 @@ from potstill.cache.together import computing
 from potstill.config import DataConfig
 from potstill.models import load_tokenizer, same_tokenizer
 from potstill.models.language_model import LanguageModel
-from potstill.signals.document import Document, SignalRows
+from potstill.signals.document import Document, SignalRows, blank
 from potstill.signals.kinds import Hidden, SignalKind
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
+from potstill.teachers.reading import NOTHING
 from potstill.types import Batch, Example, Head, HiddenTarget, LogitsTarget, PotstillError, SampledTarget, TopKTarget
 
 
@@ -47,6 +48,8 @@ class StoredSignal(SignalSource):
         return Reading([d.as_read(e) for d, e in zip(found, batch.examples, strict=True)], documents=found)
 
     def prepare(self, reading: Reading, asked: Sequence[Asked]) -> list[Signal]:
+        if not reading.documents:  # a rank that has no rows in a pass of all
+            reading = Reading([NOTHING], documents=[blank(self.form)])
         return [self._decoded(_chosen(reading, one), one) for one in asked]
 
     def _decoded(self, rows: SignalRows, asked: Asked) -> Signal:
