@@ -24,7 +24,7 @@ from potstill.config import TeacherConfig
 from potstill.models.language_model import LanguageModel
 from potstill.models.loading import load_hollow
 from potstill.parallel.channel import STARTING, Asker, as_numbers, as_text
-from potstill.parallel.team import Team
+from potstill.parallel.team import Lockstep, Team
 from potstill.types import Batch, Example, PotstillError, Rows
 
 ABOUT, WEIGHT, BIAS, HIDDEN = range(4)
@@ -162,4 +162,4 @@ def load_elsewhere(
         head.bias = nn.Parameter(team.tensor_of_first(lambda: asked(BIAS))[0].to(device), requires_grad=False)
     found = {key: about[key] for key in ("head", "masks", "rows", "notes", "fingerprint")}
     placed = OwnRanks(asker, team, weight.shape[1] * weight.element_size())
-    return LanguageModel(model, tokenizer, **found, placed=placed)
+    return LanguageModel(model, tokenizer, **found, placed=placed, lockstep=Lockstep(team))

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from potstill.config import TeacherConfig
 from potstill.models.language_model import LanguageModel, backbone
 from potstill.models.loading import load_hollow, load_teacher
+from potstill.parallel.shard import layers
 from potstill.parallel.team import Team
 from potstill.parallel.tensor import check_tensors, split_tensors
 from potstill.types import Batch, PotstillError
@@ -181,16 +182,11 @@ def _sharded(language_model: LanguageModel, mesh: DeviceMesh, offload: bool, fil
     reader, policy = Reader(language_model), OffloadPolicy()
     if offload:
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    for layer in _layers(language_model.model):
+    ours = set(reader.modules())
+    for layer in (each for each in layers(language_model.model) if each in ours):
         filling.fill(layer)
         fully_shard(layer, mesh=mesh, offload_policy=policy)
     filling.fill(reader.part)
     head = set(language_model.model.get_output_embeddings().parameters())  # a tied one is the embedding: it stays whole
     fully_shard(reader, mesh=mesh, offload_policy=policy, ignored_params=head)
     return Sharded(reader)
-
-
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    depth = model.config.get_text_config().num_hidden_layers
-    stacks = [m for m in backbone(model).modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    return list(stacks[0]) if stacks else []

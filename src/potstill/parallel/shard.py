@@ -1,5 +1,5 @@
 """A student over the ranks of a run: its matrices, experts and sequences are split, then FSDP2 shards what is left around its
-layers and around the loss. The only place that knows `fully_shard`."""
+layers and around the loss. Teachers are sharded by models/spread.py, which asks for the same layers."""
 
 from __future__ import annotations
 

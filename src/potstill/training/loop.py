@@ -21,7 +21,7 @@ from potstill.parallel.mesh import pick_device, ranks, world
 from potstill.parallel.shard import reshard
 from potstill.parallel.stop import Stop, stop_signal
 from potstill.parallel.watch import Watch, restarts_cannot_succeed
-from potstill.teachers.placed import asking, open_channels, own_ranks, serve
+from potstill.teachers.placed import asking, own_ranks, serve_teacher
 from potstill.training.checkpoint import Saver
 from potstill.training.feed import open_feed
 from potstill.training.logging import watchers
@@ -44,11 +44,10 @@ def train(
     recipe = load_recipe(recipe)
     device = pick_device(recipe.train.device)
     with world(recipe.parallel, device, recipe.train.batch_size, own_ranks(recipe)) as here:
-        channels = open_channels(recipe, here.world)
         if not here.student:
-            serve(recipe, channels, device)
+            serve_teacher(recipe, here, device)
             return Run(Path(recipe.run))
-        with asking(recipe, channels, recipe.train.timeout) as askers:
+        with asking(recipe, here, device, recipe.train.timeout) as askers:
             return _train(recipe, askers, callbacks, seconds)
 
 
