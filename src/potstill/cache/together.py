@@ -43,6 +43,7 @@ class SharedOrigin(LiveOrigin):
     def __init__(self, teacher: LanguageModel, name: str) -> None:
         super().__init__(teacher, name)
         self._rows, self._dp = teacher.lockstep.rows, teacher.lockstep.dp
+        self._told = False  # all ranks know of an error: none of them waits any more
 
     @property
     def leads(self) -> bool:
@@ -66,7 +67,8 @@ class SharedOrigin(LiveOrigin):
         except BaseException as error:
             words = (isinstance(error, PotstillError), str(error) or repr(error))
             with suppress(Exception):  # they may be gone
-                self._agreed(False, words)
+                if not self._told:
+                    self._agreed(False, words)
             raise
         nothing = collate([], pad_id=0)
         while self._agreed(False):
@@ -84,6 +86,7 @@ class SharedOrigin(LiveOrigin):
             found = everyone
         said = [words for _, words in found if words is not None]
         if said:
+            self._told = True
             self._rows.told(said[0])
             _raise(said[0])
         return any(each for each, _ in found)
