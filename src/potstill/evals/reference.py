@@ -49,8 +49,8 @@ class RunEvaluation:
         student: LanguageModel,
         teacher_set: TeacherSet,
         device: torch.device,
-        measure: Measure,
-        complete: Complete,
+        measure: Measure | None = None,
+        complete: Complete | None = None,
     ) -> None:
         config = recipe.eval
         self._config, self._student, self._device = config, student, device
