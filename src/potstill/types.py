@@ -5,6 +5,7 @@ Shapes: B rows of a batch, L positions, N loss rows, V vocabulary, H hidden widt
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -313,7 +314,8 @@ class PrefixTable:
     then_at: Ints  # [places]; what comes next of the student's
     depth: Ints  # [nodes]; bytes of each
     lengths: Ints  # [teacher ids]; bytes of each, 0 of specials
-    _on: dict[torch.device, PrefixTensors] = field(default_factory=dict, repr=False, compare=False)
+    # No plain dict: FSDP looks for tensors in all that a module is called with, and would go round and round.
+    _on: UserDict[torch.device, PrefixTensors] = field(default_factory=UserDict, repr=False, compare=False)
 
     def on(self, device: torch.device) -> PrefixTensors:
         """What the loss needs of it on a device; made once for each."""
