@@ -30,10 +30,13 @@ LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"  #
 RACES = {
     "distributed/test_cache_build.py": "processes|fill_one",
     "distributed/test_channel.py": "",
+    "distributed/test_equality.py": None,
     "distributed/test_kd_loss_dtensor.py": None,
     "distributed/test_mesh.py": "pool_goes_on|dead_process",
+    "distributed/test_stored_on_ranks.py": None,
     "distributed/test_vocabulary_slices.py": "refused_on_every_rank",
     "distributed/test_watch.py": "",
+    "e2e/test_async_save.py": "",
     "e2e/test_cache_command.py": "told_to_stop",
     "e2e/test_cache_kill.py": "",
     "e2e/test_commands.py": "reader_that_leaves",

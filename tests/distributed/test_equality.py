@@ -42,7 +42,7 @@ QUICK = [
 ]
 SLOW = [
     ("dp4", "qwen3", "cached", "off-policy", "same"),
-    ("dp4", "qwen3", "write-through", "on-policy", "same"),
+    ("dp4", "qwen3", "write-through", "off-policy", "same"),
     ("dp4", "llama", "sharded", "off-policy", "cross"),
     ("hsdp", "phi3", "live", "mixed", "same"),
     ("hsdp", "llama", "remote", "off-policy", "same"),
@@ -54,7 +54,7 @@ SLOW = [
     ("dp2", "gemma3", "own ranks", "off-policy", "same"),
     ("dp2tp2", "llama", "live", "off-policy", "cross"),
     ("dp2tp2", "llama", "sharded", "on-policy", "same"),
-    ("dp2tp2", "qwen3", "write-through", "mixed", "same"),
+    ("dp2tp2", "qwen3", "live", "mixed", "same"),
     ("cp2", "llama", "cached", "off-policy", "same"),
     ("cp2", "qwen3", "own ranks", "off-policy", "same"),
     ("cp2tp2", "llama", "live", "off-policy", "cross"),

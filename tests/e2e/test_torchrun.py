@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.races]
+pytestmark = pytest.mark.e2e
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 RECIPE = Path(__file__).parents[2] / "recipes" / "distil.yaml"
 SMALL = ["train.batch_size=4", "eval.every=25", "eval.examples=8", "eval.max_new_tokens=4"]

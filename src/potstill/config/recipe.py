@@ -154,7 +154,8 @@ def _explain(error: ValidationError, root: type[BaseModel], where: str) -> str:
     told = {key: endings for key, endings in found.items() if not any(k.startswith(f"{key}.") for k in found if key)}
     problems = []
     for key, endings in told.items():
-        sentences = "; ".join(_sentences(endings))
+        # A value of one kind or another: when it is said what is wrong with it, that it is not of the other is no news.
+        sentences = "; ".join(_sentences({"": endings[""]} if "" in endings else endings))
         problems += [f"{key}: {sentences}"] if key else sentences.splitlines()  # rules between sections name their keys
     if len(problems) == 1:
         return f"{where}: {problems[0]}"

@@ -182,19 +182,20 @@ class Loop:
         run.step, run.data, run.counts, run.tokens = run.step + 1, step.state, step.counts, metrics["tokens"]
         self.feed.advance(run.step)
         self._tell(lambda watcher: watcher.stepped(run, metrics))
-        now = exchanged(
-            signalled=self.stop.name is not None,
-            asked=run.asked_to_stop is not None,
-            due=ranks().first and self.saver.due(),
-        )
+        now = self._asked(due=ranks().first and self.saver.due())
         last = run.step == run.total_steps
         ends = last or (now["asked"] and not now["signalled"])  # after a signal there is no time to evaluate
         if recipe.eval is not None and (ends or (recipe.eval.every and run.step % recipe.eval.every == 0)):
             self._evaluate()
+            now |= self._asked()  # those who watch may have seen enough
         # Read once: the step a run ends at is a step it saves.
         run.stopped_by = self._stop_name() if not last and (now["signalled"] or now["asked"]) else None
         if last or run.stopped_by or run.best_step == run.step or now["due"]:
             self.saver.save()
+
+    def _asked(self, **more: int) -> dict[str, int]:
+        """On how many ranks a signal came, or somebody asked to stop."""
+        return exchanged(signalled=self.stop.name is not None, asked=self.run.asked_to_stop is not None, **more)
 
     def _tell(self, what: Callable[[Callback], None]) -> None:
         """Those who watch are on the first rank; a disk that is full there is everybody's trouble."""

@@ -106,7 +106,7 @@ def test_our_names_are_keys(name: str, ours: str) -> None:
         ("teachers=5", "teachers: should be a list, not 5"),
         (
             "teachers.0.dtype=int8",
-            "teachers[0].dtype: should be 'float32', 'bfloat16' or 'float16' or 'auto', not 'int8'",
+            "teachers[0].dtype: should be 'float32', 'bfloat16', 'float16' or 'float64' or 'auto', not 'int8'",
         ),
         ("data.sources=[]", "data.sources: should have at least 1, not []"),
         ("data.sources.0.fraction=2", "data.sources[0].fraction: should be less than or equal to 1, not 2"),
