@@ -6,8 +6,11 @@ Makefile, since they install; what `make quickstart` ends in has a test of its o
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,10 @@ def run_command(line: str) -> None:
     if line == "source .venv/bin/activate":
         assert "VENV   := .venv" in (ROOT / "Makefile").read_text()
         return
+    if words[0] == "torchrun":
+        launch, command = words[1 : words.index("potstill") + 1], words[words.index("potstill") + 1 :]
+        run_torchrun([*launch, *shorter(command), "run=runs/torchrun"])
+        return
     assert words[0] == "potstill", f"the test does not know how to run {line!r}"
     if words[1] == "quickstart":  # its own test runs it; here only that it can be called like this
         words.append("--help")
@@ -68,6 +75,17 @@ def run_command(line: str) -> None:
     assert result.exit_code == 0, f"{line}: {result.output} {result.exception}"
     if target is not None:
         Path(target).write_text(result.output)
+
+
+def run_torchrun(words: list[str]) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.fixture
