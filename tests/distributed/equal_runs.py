@@ -24,14 +24,12 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 WINDOW = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": True, "vocab_size": 2051},  # nothing divides it
     "llama-1k": {"model_type": "llama", "tie_word_embeddings": True, "vocab_size": 1029},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 8},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 8, **WINDOW},
     "phi3": {"model_type": "phi3", "resid_pdrop": 0.0},
-    "qwen3-moe": {"model_type": "qwen3_moe", **EXPERTS},
 }
 WORDS = tuple("the people of the united states have a government by consent and a law that all must keep".split())  # noqa: SIM905
 
