@@ -1,8 +1,8 @@
 """One recipe over 2 and 4 ranks equals the same recipe in one process: losses and weights, over 20 steps in float64.
 
 The matrix is covered in pairs: every way of spreading the student, every family, every place of the teacher, whose text and
-whose tokenizer stand beside several values of the others. Experts are in test_expert_parallel.py: what transformers computes them
-with knows no float64 in a run.
+whose tokenizer stand beside several values of the others. Experts are in test_expert_parallel.py: what transformers
+computes them with knows no float64 in a run.
 """
 
 from __future__ import annotations
