@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,36 @@ def test_an_error_of_the_asker_ends_who_answers_in_its_words() -> None:
     found = on_ranks(2, stops_for, PotstillError("data: it ended"))
     assert found[1] == ("PotstillError", "data: it ended")
     assert on_ranks(2, stops_for, ValueError("odd"))[1] == ("RuntimeError", "odd")
+
+
+def asks_after(folder: Path) -> Any:
+    """The first rank ends with an error; the second asks only once the last one has heard of it."""
+    if dist.get_rank() == 2:
+        ends = Answerer.serve
+
+        def serve(self: Answerer) -> Exception | None:
+            error = ends(self)
+            (folder / f"{self._channel.peer} ended").touch()
+            return error
+
+        Answerer.serve = serve  # type: ignore[method-assign]
+        try:
+            return answering(2)
+        except PotstillError as error:
+            return str(error)
+        finally:
+            Answerer.serve = ends  # type: ignore[method-assign]
+    made = asker("shared memory")
+    if dist.get_rank() == 1:
+        while not (folder / "0 ended").exists():
+            time.sleep(0.01)
+        assert begin(made, torch.arange(5))().shape == (5, WIDTH)
+    made.close(PotstillError("data: it ended"))
+    return None
+
+
+def test_one_that_ends_with_an_error_leaves_nobody_without_an_answer(tmp_path: Path) -> None:
+    assert on_ranks(3, asks_after, tmp_path) == [None, None, "data: it ended"]
 
 
 def dies() -> Any:

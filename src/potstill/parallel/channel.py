@@ -36,6 +36,7 @@ IDLE = timedelta(
     days=365
 )  # a rank that answers may have nothing to do for long; one that is lost closes the connection
 STARTING = 7200.0  # seconds that a model may take to be loaded
+LEAVING = 300.0  # that the others have to end in once one that asked ended with an error
 SHARED = Path("/dev/shm")
 
 
@@ -249,8 +250,8 @@ class Answerer:
         self._folder: Path | None = None
         self._rooms: dict[int, tuple[int, Tensor]] = {}
 
-    def serve(self) -> None:
-        """An error ends it too: of the other end, in its words, or that it is gone."""
+    def serve(self) -> Exception | None:
+        """The error that ended the other end, in its words; raises where it is gone."""
         requests, peer = self._channel.requests, self._channel.peer
         while True:
             header = torch.zeros(5, dtype=torch.int64)
@@ -259,9 +260,8 @@ class Answerer:
             numbers = torch.zeros(length, dtype=torch.int64)
             _recv(numbers, peer, requests)
             if what == STOP:
-                if text := as_text(numbers):
-                    raise (PotstillError if text[0] == "1" else RuntimeError)(text[1:])
-                return
+                text = as_text(numbers)
+                return (PotstillError if text[0] == "1" else RuntimeError)(text[1:]) if text else None
             if what == HELLO:
                 self._folder = Path(as_text(numbers))
                 self._send(GIVEN, torch.tensor([[self._folder.is_dir()]], dtype=torch.uint8), SENT)
@@ -292,22 +292,29 @@ class Answerer:
 
 
 def serve_all(answerers: list[Answerer]) -> None:
-    """Serve several askers at once, until each has said that it is done; the first error ends it."""
-    ended: queue.Queue[BaseException | None] = queue.Queue()
+    """Serve several askers at once, until each has said that it is done. What ended one is raised, but not before the others
+    have ended too: they may still have to hear it from here. One that is gone ends it at once."""
+    ended: queue.Queue[tuple[bool, BaseException | None]] = queue.Queue()
 
     def serve(one: Answerer) -> None:
         try:
-            one.serve()
+            ended.put((False, one.serve()))
         except BaseException as error:  # raised again below
-            ended.put(error)
-        else:
-            ended.put(None)
+            ended.put((True, error))
 
     for one in answerers:
         threading.Thread(target=partial(serve, one), name="serve", daemon=True).start()
+    first: BaseException | None = None
     for _ in answerers:
-        if (error := ended.get()) is not None:
-            raise error
+        try:
+            gone, error = ended.get(timeout=None if first is None else LEAVING)
+        except queue.Empty:
+            break
+        first = first or error
+        if gone:
+            break
+    if first is not None:
+        raise first
 
 
 def _kind(error: Exception) -> int:
