@@ -26,8 +26,8 @@ from potstill.rollouts.buffer import Buffer, Layout, load_saved
 from potstill.rollouts.engine import EngineSetup, GenerationRequest, open_engine
 from potstill.rollouts.prompt_batches import PromptBatches
 from potstill.rollouts.prompts import Answers, Prompter
-from potstill.rollouts.team import Team
 from potstill.rollouts.transformers import TransformersEngine
+from potstill.rollouts.writing_ranks import WritingRanks
 from potstill.teachers.live import live_teacher
 from potstill.training.feed import open_feed
 from potstill.training.metrics import Stopwatch
@@ -85,7 +85,11 @@ def generations(family: str, keys: dict[str, int], copies: bool = True) -> list[
         root = spread(student, here)
         stops = range(10, 30)
         engine = TransformersEngine(
-            student, SamplingConfig(**SAMPLING), stop_ids=stops, copies=copies or here.many, team=Team(here.texts)
+            student,
+            SamplingConfig(**SAMPLING),
+            stop_ids=stops,
+            copies=copies or here.many,
+            team=WritingRanks(here.texts),
         )
         found = [texts_of(engine.generate(asked()))]
         change(student, 1)
@@ -102,7 +106,7 @@ def generations(family: str, keys: dict[str, int], copies: bool = True) -> list[
 def failing(keys: dict[str, int], known: bool) -> tuple[str, str]:
     """What each rank raises when one of them fails while it writes, and that they go on after that."""
     with world(ParallelConfig(**keys), CPU) as here:
-        team = Team(here.texts)
+        team = WritingRanks(here.texts)
 
         def write(some: Any) -> Any:
             if ranks().rank == 1:
@@ -149,7 +153,7 @@ def buffered(folder: str, keys: dict[str, int], mix: dict[str, Any], begin: int,
     source = SourceConfig(files=str(path / "prompts.jsonl"), prompt="q", completion="a")
     data = DataConfig(sources=[source], max_length=48, shuffle_buffer=8)
     with world(ParallelConfig(**keys), CPU) as here:
-        student, teacher, team = exact_tiny(), exact_tiny(1), Team(here.texts)
+        student, teacher, team = exact_tiny(), exact_tiny(1), WritingRanks(here.texts)
         root = spread(student, here)
         for step in range(begin):
             change(student, step)
@@ -212,7 +216,7 @@ def by_vllm(folder: str, servers: list[str], keys: dict[str, int]) -> list[Texts
     with world(ParallelConfig(**keys), CPU) as here:
         student = exact_tiny()
         root = spread(student, here)
-        setup = EngineSetup(student, rollouts, range(10, 800), 48, Path(folder), 5, team=Team(here.texts))
+        setup = EngineSetup(student, rollouts, range(10, 800), 48, Path(folder), 5, team=WritingRanks(here.texts))
         writer = open_engine(rollouts.engine.kind, setup)
         found = [texts_of(writer.generate(asked()))]
         change(student, 1)
@@ -228,7 +232,7 @@ def refused_vllm(keys: dict[str, int]) -> str:
     rollouts = RolloutsConfig(on_policy_fraction=1.0, engine={"kind": "vllm"})
     with world(ParallelConfig(**keys), CPU) as here:
         try:
-            open_engine("vllm", EngineSetup(exact_tiny(), rollouts, (), 48, Path(), team=Team(here.texts)))
+            open_engine("vllm", EngineSetup(exact_tiny(), rollouts, (), 48, Path(), team=WritingRanks(here.texts)))
         except PotstillError as error:
             return str(error)
     return ""

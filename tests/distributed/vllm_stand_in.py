@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
+from json_server import JsonServer
 from safetensors.torch import load_file
 
 from potstill.config import SamplingConfig
@@ -18,7 +17,7 @@ from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.transformers import TransformersEngine
 
 
-class StandIn:
+class StandIn(JsonServer):
     """`fails_at`: the request for text at which it ends and begins again, with the weights that it began with."""
 
     def __init__(self, model: LanguageModel, max_length: int, fails_at: int | None = None) -> None:
@@ -28,36 +27,11 @@ class StandIn:
         self._engines: dict[str, TransformersEngine] = {}
         self.seeds: list[int] = []
         self.paths: list[str] = []
-        stand_in = self
+        super().__init__(self._one_at_a_time)
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                with stand_in._lock:
-                    status, said = stand_in._answer(self.path, json.loads(body or b"{}"))
-                sent = json.dumps(said).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(sent)))
-                self.end_headers()
-                self.wfile.write(sent)
-
-            do_GET = do_POST
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> StandIn:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def _one_at_a_time(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        with self._lock:
+            return self._answer(path, body)
 
     def _answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/v1/models":

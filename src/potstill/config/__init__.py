@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from pydantic import Field, model_validator
 
@@ -85,7 +86,10 @@ class Recipe(Section):
             yield from reasons(replace(combination, compared=compared), f"teachers[{index}]")
 
     def _conflicts(self) -> Iterator[str]:
-        """Between numbers of different sections, and what there is nothing to learn from."""
+        """Between keys of different sections, and what there is nothing to learn from."""
+        for index, teacher in enumerate(self.teachers):
+            if teacher.cache is not None and Path(teacher.cache).resolve() == Path(self.run).resolve():
+                yield f"teachers[{index}].cache is the run's own folder ({self.run}): give one of them another"
         if self.train.epochs is not None and any(s.weight is not None for s in self.data.sources):
             yield "train.epochs reads every source whole, so weights have no meaning: use train.steps"
         if self.ce_weight == 0 and (not self.teachers or self.loss.kd_weight == 0):

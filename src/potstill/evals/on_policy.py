@@ -19,8 +19,8 @@ from potstill.rollouts.buffer import Layout, about, laid_out
 from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.prompts import Answers, Prompt, Prompter, stop_ids
 from potstill.rollouts.sampling import rollout_seed
-from potstill.rollouts.team import Team
 from potstill.rollouts.transformers import TransformersEngine
+from potstill.rollouts.writing_ranks import WritingRanks
 from potstill.teachers.live import LiveModel
 from potstill.teachers.teacher import Teacher
 from potstill.types import Example, PotstillError
@@ -41,7 +41,7 @@ class OnPolicyEval:
                 f"eval.data.max_length {data.max_length}"
             )
         here, kwargs = ranks(), chat_kwargs(data)
-        team = Team(here.control)
+        team = WritingRanks(here.control)
         prompter = Prompter(
             student.tokenizer, most=data.max_length - new, prompt_tokens=rollouts.prompt_tokens, kwargs=kwargs
         )

@@ -6,7 +6,8 @@ nothing is exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -73,29 +74,31 @@ def of_first(value: T) -> T:
 def together(work: Callable[[], T]) -> T:
     """`work()` on every rank of the student. If it is a mistake on one of them, it is everybody's: that of the lowest rank.
     It must not wait for other ranks before it can fail."""
-    result, error = _tried(work)
+    if ranks().control is None:
+        return work()
+    result, error = tried(work, PotstillError)
     raise_together(error)
     return result  # type: ignore[return-value]
 
 
-def _tried(work: Callable[[], T]) -> tuple[T | None, PotstillError | None]:
-    try:
-        return work(), None
-    except PotstillError as error:
-        if ranks().control is None:
-            raise
-        return None, error
+def gathered(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """What `work()` gives on each rank of `group`, in their order; None: one process. Whatever goes wrong on one of them goes
+    wrong on all. The work waits for no other rank."""
+    if group is None:
+        return [work()]
+    result, error = tried(work, Exception)
+    found = everyones((result, said(error)), group)
+    _raise_lowest([failure for _, failure in found], error)
+    return [each for each, _ in found]  # type: ignore[misc]
 
 
-def raise_together(error: PotstillError | None) -> None:
+def raise_together(error: Exception | None) -> None:
     """To be called by all: raises where one of them has an error."""
     if ranks().control is None:
         if error is not None:
             raise error
         return
-    said = [each for each in everyones(None if error is None else str(error)) if each is not None]
-    if said:
-        raise Agreed(said[0]) from error
+    _raise_lowest(everyones(said(error)), error)
 
 
 def first_alone(work: Callable[[], T]) -> T:
@@ -103,3 +106,36 @@ def first_alone(work: Callable[[], T]) -> T:
     here = ranks()
     found = together(lambda: work() if here.first else None)
     return of_first(found)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error as other ranks hear of it."""
+
+    words: str
+    known: bool  # the user can put it right
+
+
+def tried(work: Callable[[], T], kind: type[Exception]) -> tuple[T | None, Exception | None]:
+    """What `work()` gives, or the error of that kind that it raised."""
+    try:
+        return work(), None
+    except kind as error:
+        return None, error
+
+
+def said(error: Exception | None) -> Failure | None:
+    if error is None:
+        return None
+    known = isinstance(error, PotstillError)
+    return Failure(str(error) if known else repr(error), known)
+
+
+def _raise_lowest(failures: Sequence[Failure | None], error: Exception | None) -> None:
+    """The first of what the ranks said. `error`: this rank's own; if it is no mistake of the user's it keeps its traceback."""
+    for rank, failure in enumerate(failures):
+        if failure is None:
+            continue
+        if error is not None and not isinstance(error, PotstillError):
+            raise error
+        raise (Agreed(failure.words) if failure.known else RuntimeError(f"rank {rank}: {failure.words}")) from error

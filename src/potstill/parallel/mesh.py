@@ -201,11 +201,11 @@ def count_over_ranks(count: int) -> int:
 
 
 def refuse_many_processes() -> None:
-    """Each would train alone, and all but one be locked out of the run's folder."""
+    """Of the quickstart: each would run it alone, and all but one be locked out of its folder."""
     if processes() != 1:
         raise PotstillError(
-            f"training runs in one process, and this is one of {processes()} (WORLD_SIZE): start it without torchrun, or with "
-            "--nproc-per-node 1 --nnodes 1"
+            f"the quickstart runs in one process, and this is one of {processes()} (WORLD_SIZE): start it without torchrun; "
+            "`potstill train` runs in many"
         )
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from potstill.parallel.agree import Failure, said, tried
 from potstill.parallel.mesh import Axis, Ranks
 from potstill.types import PotstillError
 
@@ -44,16 +45,16 @@ class Team:
 
     def of_first(self, work: Callable[[], T]) -> T:
         """What `work()` gives on the first rank, on all of them. It may not wait for the others."""
-        found, error = _tried(work) if self.leads else (None, None)
-        found, said = self.told((found, _said(error)))
-        _raise(said, error)
+        found, error = tried(work, Exception) if self.leads else (None, None)
+        found, failure = self.told((found, said(error)))
+        _raise(failure, error)
         return found
 
     def tensor_of_first(self, work: Callable[[], Tensor]) -> Tensor:
         """As `of_first`, of a tensor, which is not packed for it."""
-        found, error = _tried(work) if self.leads else (None, None)
-        shape, dtype, said = self.told(None if found is None and error is None else _about(found, error))
-        _raise(said, error)
+        found, error = tried(work, Exception) if self.leads else (None, None)
+        shape, dtype, failure = self.told(None if found is None and error is None else _about(found, error))
+        _raise(failure, error)
         values = torch.empty(shape, dtype=dtype) if found is None else found.detach().to(HOST).contiguous()
         self.send(values)
         return values if found is None else found
@@ -91,23 +92,11 @@ def students(here: Ranks) -> Team:
 
 
 def _about(found: Tensor | None, error: Exception | None) -> tuple[Any, ...]:
-    return ((), None, _said(error)) if found is None else (found.shape, found.dtype, None)
+    return ((), None, said(error)) if found is None else (found.shape, found.dtype, None)
 
 
-def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return work(), None
-    except Exception as error:  # raised again on every rank
-        return None, error
-
-
-def _said(error: Exception | None) -> tuple[bool, str] | None:
-    return None if error is None else (isinstance(error, PotstillError), str(error) or repr(error))
-
-
-def _raise(said: tuple[bool, str] | None, error: Exception | None) -> None:
+def _raise(failure: Failure | None, error: Exception | None) -> None:
     if error is not None:
         raise error
-    if said is not None:
-        ours, words = said
-        raise (PotstillError if ours else RuntimeError)(words)
+    if failure is not None:
+        raise (PotstillError if failure.known else RuntimeError)(failure.words)

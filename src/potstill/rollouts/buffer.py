@@ -36,7 +36,7 @@ from potstill.rollouts.engine import Completion, Engine, GenerationRequest
 from potstill.rollouts.prompt_batches import Kind, PromptBatch
 from potstill.rollouts.prompts import Answers
 from potstill.rollouts.sampling import rollout_seed
-from potstill.rollouts.team import ALONE, Team
+from potstill.rollouts.writing_ranks import ALONE, WritingRanks
 from potstill.types import Batch, Example, PotstillError, StepBatch
 
 FILE = "rollouts.safetensors"
@@ -91,7 +91,7 @@ class Buffer:
         saved: Sequence[Generation] = (),
         taken: int = 0,
         last: int | None = None,
-        team: Team = ALONE,
+        team: WritingRanks = ALONE,
     ) -> None:
         self._prompts, self._team = Prefetched(prompts, AHEAD), team
         self._writers, self._answers, self._rollouts, self._layout = writers, answers, rollouts, layout

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from potstill.config import RolloutsConfig
 from potstill.config.registry import ROLLOUT_ENGINES, load
 from potstill.models import LanguageModel
-from potstill.rollouts.team import ALONE, Team
+from potstill.rollouts.writing_ranks import ALONE, WritingRanks
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class EngineSetup:
     version: int = 0  # optimizer steps that the model has taken
     autocast: Any = nullcontext  # a context to compute in
     student: bool = True  # else a teacher, whose weights never change, and which is whole on every rank
-    team: Team = ALONE  # the ranks that write together; a student may be spread over them
+    team: WritingRanks = ALONE  # the ranks that write together; a student may be spread over them
 
 
 def open_engine(kind: str, setup: EngineSetup) -> Engine:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from potstill.config import SamplingConfig
 from potstill.config.compatibility import Combination, check
 from potstill.rollouts.engine import Completion, GenerationRequest
-from potstill.rollouts.team import ALONE, Team
 from potstill.rollouts.vllm_requests import check_sampling, completion, read_text, request
+from potstill.rollouts.writing_ranks import ALONE, WritingRanks
 from potstill.serving.openai import OpenAIServer
 from potstill.teachers.remote import RemoteOrigin
 
@@ -21,7 +21,7 @@ class RemoteWriter:
     notes: Sequence[str] = ()
 
     def __init__(
-        self, origin: RemoteOrigin, sampling: SamplingConfig, stop_ids: Sequence[int], team: Team = ALONE
+        self, origin: RemoteOrigin, sampling: SamplingConfig, stop_ids: Sequence[int], team: WritingRanks = ALONE
     ) -> None:
         check(Combination(server=origin.server.api, writes=True), "teachers[0]")
         assert isinstance(origin.server, OpenAIServer)

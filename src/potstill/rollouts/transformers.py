@@ -21,8 +21,8 @@ from potstill.models.decoding import Kept, Reread
 from potstill.models.libraries import reason
 from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
 from potstill.rollouts.sampling import draw, uniforms
-from potstill.rollouts.team import ALONE, Team
 from potstill.rollouts.whole_copy import take_weights, whole_copy
+from potstill.rollouts.writing_ranks import ALONE, WritingRanks
 from potstill.types import PotstillError
 
 LOOK_EVERY = 8  # tokens between looks at which texts are finished, on devices where a look means waiting
@@ -80,7 +80,7 @@ class TransformersEngine:
         copies: bool = False,
         autocast: Any = nullcontext,
         who: str = "the student",
-        team: Team = ALONE,
+        team: WritingRanks = ALONE,
     ) -> None:
         self.version = 0
         self._original, self._copies = language_model, copies

@@ -16,11 +16,11 @@ from potstill.config.rollouts import RolloutsConfig, SamplingConfig
 from potstill.models import LanguageModel, evaluating
 from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
 from potstill.rollouts.sampling import drawn_from
-from potstill.rollouts.team import ALONE, Team
 from potstill.rollouts.vllm_process import VLLMProcess
 from potstill.rollouts.vllm_requests import check_sampling
 from potstill.rollouts.vllm_server import PATIENCE, VLLMServer
 from potstill.rollouts.whole_copy import take_weights, whole_copy
+from potstill.rollouts.writing_ranks import ALONE, WritingRanks
 from potstill.types import PotstillError
 
 RESTARTS = 5  # of a server, that one generation may see
@@ -51,7 +51,7 @@ def open_vllm(
     folder: Path,  # in the run's folder, for what vLLM reads
     version: int = 0,  # optimizer steps that the student has taken
     retry_timeout: float = PATIENCE,
-    team: Team = ALONE,
+    team: WritingRanks = ALONE,
 ) -> Engine:
     """The engine that the recipe asks for, with the student's present weights, compared."""
     check_sampling(rollouts.sampling)
@@ -76,7 +76,7 @@ class VLLMEngine:
     max_length: int
     version: int
     notes: Sequence[str] = ()
-    team: Team = ALONE
+    team: WritingRanks = ALONE
 
     def __post_init__(self) -> None:
         self._updates = 0

@@ -16,9 +16,9 @@ from potstill.config import RemoteConfig, RolloutsConfig, SamplingConfig
 from potstill.http_client import SMALL, Connection
 from potstill.models import LanguageModel
 from potstill.rollouts.engine import Completion, GenerationRequest
-from potstill.rollouts.team import Team
 from potstill.rollouts.vllm_requests import completion, read_text, request
 from potstill.rollouts.vllm_weights import save_weights
+from potstill.rollouts.writing_ranks import WritingRanks
 from potstill.serving.openai import ENTRY
 
 AT_ONCE = 128  # requests under way; the server batches them
@@ -40,7 +40,7 @@ class VLLMServer:
         max_length: int,
         folder: Path,
         retry_timeout: float,
-        team: Team,
+        team: WritingRanks,
     ) -> None:
         servers = rollouts.engine.servers
         self._student, self._retry_timeout, self._team = student, retry_timeout, team

@@ -37,10 +37,10 @@ from potstill.files import (
     write_text,
 )
 from potstill.models import quiet
-from potstill.parallel.agree import Agreed, everyones, exchanged, first_alone, of_first, together
+from potstill.parallel.agree import everyones, exchanged, first_alone, gathered, of_first, together
 from potstill.parallel.markers import Markers
 from potstill.parallel.mesh import ranks
-from potstill.training.run import Callback, Progress, Run
+from potstill.training.run import Callback, Progress, Run, tell
 from potstill.training.state import Snapshot, WrittenFiles, take_snapshot, write_index
 from potstill.training.step import refuse_broken_weights
 from potstill.types import PotstillError
@@ -135,8 +135,9 @@ class Checkpoints:
     def _write(self, snapshot: Snapshot, beside: Path, path: Path, small: list[str]) -> None:
         """Files by every rank, then the manifest and the rename by the first. An error of one is that of all."""
         with _first_fills(beside, path):
-            found = _told(lambda: _written(snapshot, beside, path, small if ranks().first else []))
-            _told(lambda: self._put_in_place(beside, path, found) if ranks().first else None)
+            saving, first = ranks().saving, ranks().first
+            found = gathered(lambda: _written(snapshot, beside, path, small if first else []), saving)
+            gathered(lambda: self._put_in_place(beside, path, found) if first else None, saving)
 
     def _put_in_place(self, beside: Path, path: Path, found: list[tuple[WrittenFiles, Sums]]) -> None:
         sums = {name: entry for _, each in found for name, entry in each.items()}
@@ -209,21 +210,6 @@ def _written(snapshot: Snapshot, beside: Path, path: Path, small: list[str]) -> 
         raise could_not_write(path, refused) if refused is not None else error from error
 
 
-def _told(work: Callable[[], T]) -> list[T]:
-    """What `work()` gives on each rank, by the group of those that save. An error of one is raised by all."""
-    group, result, failed = ranks().saving, None, None
-    try:
-        result = work()
-    except Exception as error:
-        if group is None:
-            raise
-        failed = error
-    found = everyones((result, None if failed is None else str(failed)), group)
-    if said := next((told for _, told in found if told is not None), None):
-        raise Agreed(said) from failed
-    return [each for each, _ in found]  # type: ignore[misc]
-
-
 def _progress(checkpoint: Path) -> Progress:
     path = checkpoint / "progress.json"
     try:
@@ -281,8 +267,7 @@ class Saver:
             return
         run.checkpoint = path
         run.best = None if run.best_step is None else self.checkpoints.at(run.best_step)
-        for watcher in self.watching:
-            watcher.saved(run, path)
+        tell(self.watching, lambda watcher: watcher.saved(run, path))
 
     def save_rest(self) -> bool:
         """Save what is not saved yet; whether there was something."""

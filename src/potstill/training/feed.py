@@ -17,7 +17,7 @@ from potstill.rollouts.engine import Engine, EngineSetup, open_engine
 from potstill.rollouts.prompt_batches import Kind, PromptBatches
 from potstill.rollouts.prompts import Answers, Prompter, stop_ids
 from potstill.rollouts.remote_writer import RemoteWriter
-from potstill.rollouts.team import Team
+from potstill.rollouts.writing_ranks import WritingRanks
 from potstill.training.run import Run
 from potstill.training.setup import Parts
 from potstill.types import PotstillError
@@ -65,7 +65,7 @@ def _open_rollouts(parts: Parts, run: Run) -> Buffer:
         saved=[] if run.checkpoint is None else load_saved(run.checkpoint),
         taken=0 if state is None else state["taken"],
         last=run.total_steps,
-        team=Team(here.texts),
+        team=WritingRanks(here.texts),
     )
 
 
@@ -112,7 +112,7 @@ def open_engines(parts: Parts, run: Run) -> dict[Kind, Engine]:
     rollouts, chats = recipe.rollouts, any(source.messages for source in recipe.data.sources)
     autocast: Any = parts.autocast if recipe.train.precision == "bf16" else nullcontext
     here = ranks()
-    team = Team(here.texts)
+    team = WritingRanks(here.texts)
 
     def opened(kind: str, model: LanguageModel, student: bool) -> Engine:
         ends, most = stop_ids(model, chats), parts.data.max_length
@@ -132,7 +132,7 @@ def open_engines(parts: Parts, run: Run) -> dict[Kind, Engine]:
             engines["teacher"] = opened("transformers", parts.writer, False)
         else:
             # One of the ranks that have the same rows asks the teacher's server.
-            asking = Team(here.texts, writes=here.leader)
+            asking = WritingRanks(here.texts, writes=here.leader)
             engines["teacher"] = RemoteWriter(parts.writer, rollouts.sampling, stop_ids(parts.writer, chats), asking)
     return engines
 

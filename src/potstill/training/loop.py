@@ -15,7 +15,7 @@ from rich.console import Console
 from potstill.config import Recipe
 from potstill.config.recipe import load_recipe
 from potstill.data import Feed, PreparedStep, StoppedWaiting
-from potstill.parallel.agree import Agreed, everyones, exchanged, raise_together, together
+from potstill.parallel.agree import Agreed, everyones, exchanged, raise_together
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import pick_device, ranks, world
 from potstill.parallel.shard import reshard
@@ -27,7 +27,7 @@ from potstill.training.feed import open_feed
 from potstill.training.logging import watchers
 from potstill.training.metrics import Stopwatch
 from potstill.training.resume import open_run, resume
-from potstill.training.run import Callback, Run
+from potstill.training.run import Callback, Run, tell, told
 from potstill.training.setup import Parts, assemble
 from potstill.training.state import seed_step
 from potstill.training.step import Diverged, optimizer_step
@@ -82,9 +82,12 @@ def _train(
                 warn(note)
             for teacher in parts.teachers:  # before the feed, whose threads may wait for a server
                 stack.callback(teacher.close)
-            for watcher in watching:
+
+            def begin(watcher: Callback) -> None:
                 watcher.started(run)
                 stack.callback(watcher.ended, run)
+
+            tell(watching, begin)
             stack.callback(checkpoints.abandon)
             loop = Loop(parts, run, feed, Saver(run, parts, checkpoints, feed, watching, seconds), watching, stop)
             watch = Watch(here, recipe.train.timeout)
@@ -181,8 +184,10 @@ class Loop:
         run, recipe = self.run, self.parts.recipe
         run.step, run.data, run.counts, run.tokens = run.step + 1, step.state, step.counts, metrics["tokens"]
         self.feed.advance(run.step)
-        self._tell(lambda watcher: watcher.stepped(run, metrics))
-        now = self._asked(due=ranks().first and self.saver.due())
+        error = told(self.watching, lambda watcher: watcher.stepped(run, metrics))
+        now = self._asked(due=ranks().first and self.saver.due(), failed=error is not None)
+        if now["failed"]:
+            raise_together(error)
         last = run.step == run.total_steps
         ends = last or (now["asked"] and not now["signalled"])  # after a signal there is no time to evaluate
         if recipe.eval is not None and (ends or (recipe.eval.every and run.step % recipe.eval.every == 0)):
@@ -196,15 +201,6 @@ class Loop:
     def _asked(self, **more: int) -> dict[str, int]:
         """On how many ranks a signal came, or somebody asked to stop."""
         return exchanged(signalled=self.stop.name is not None, asked=self.run.asked_to_stop is not None, **more)
-
-    def _tell(self, what: Callable[[Callback], None]) -> None:
-        """Those who watch are on the first rank; a disk that is full there is everybody's trouble."""
-
-        def told() -> None:
-            for watcher in self.watching:
-                what(watcher)
-
-        together(told)
 
     def _evaluate(self) -> None:
         """An evaluation that fails loses no steps; one that a signal finds waiting for a server is given up."""
@@ -220,7 +216,7 @@ class Loop:
         reshard(self.parts.module)
         run.evaluation = {"step": run.step, **found}
         evaluation = run.evaluation
-        self._tell(lambda watcher: watcher.evaluated(run, evaluation))
+        tell(self.watching, lambda watcher: watcher.evaluated(run, evaluation))
         best, bits = run.best_bits_per_byte, found["bits_per_byte"]
         if best is None or not (best <= bits):
             run.best_step, run.best_bits_per_byte = run.step, bits

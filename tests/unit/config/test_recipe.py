@@ -532,6 +532,17 @@ def test_nothing_to_learn_from_is_refused():
         load_recipe({**keys, "teachers": [{"model": "y"}], "loss": {"kd_weight": 0}})
 
 
+def test_a_cache_is_not_the_folder_of_the_run(tmp_path):
+    keys = {"student": {"model": "x"}, "data": {"sources": [{"files": "a.txt"}]}, "train": {"steps": 1}}
+    teachers = [
+        {"model": "y"},
+        {"model": "y", "cache": tmp_path / "b" / ".." / "a"},
+    ]  # as one run and one cache lock it
+    with pytest.raises(PotstillError, match=r"teachers\[1\]\.cache is the run's own folder"):
+        load_recipe({**keys, "run": tmp_path / "a", "teachers": teachers})
+    assert load_recipe({**keys, "run": tmp_path, "teachers": teachers}).run == str(tmp_path)
+
+
 def test_many_backslashes_before_no_reference_take_no_more_time_than_they_have_length() -> None:
     many = "\\" * 500_000  # minutes, were each of them tried as a beginning
     assert resolved({"run": f"{many} ${{log}}", "log": "x"})["run"] == f"{many} x"

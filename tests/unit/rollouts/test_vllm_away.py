@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from json_server import Answer, JsonServer
 from safetensors.torch import load_file
 
 from potstill.config import StudentConfig
@@ -25,8 +25,6 @@ from potstill.rollouts.vllm import open_vllm
 from potstill.rollouts.vllm_requests import completion, request
 from potstill.types import PotstillError
 
-Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
-
 
 @pytest.fixture(scope="module")
 def student(tiny_teacher: Path) -> LanguageModel:
@@ -35,33 +33,8 @@ def student(tiny_teacher: Path) -> LanguageModel:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Answer], str]]:
-    servers = []
-
-    def start(answer: Answer) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                status, said = answer(self.path, json.loads(body or b"{}"))
-                sent = json.dumps(said).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(sent)))
-                self.end_headers()
-                self.wfile.write(sent)
-
-            do_GET = do_POST
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with ExitStack() as stack:
+        yield lambda answer: stack.enter_context(JsonServer(answer)).address
 
 
 def rollouts(server: str | None = None, **sampling: Any) -> RolloutsConfig:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from potstill.parallel.agree import Agreed
-from potstill.types import PotstillError
+from potstill.parallel.agree import gathered
 
 if TYPE_CHECKING:
     from potstill.rollouts.engine import Completion, GenerationRequest
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Team:
+class WritingRanks:
     """All of them make the same calls in the same order. `group`: for values of the host, and for one thread at a time; None:
     one process."""
 
@@ -43,32 +42,12 @@ class Team:
 
     def told(self, value: T) -> list[T]:
         """What each rank says, in their order."""
-        if self.group is None:
-            return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        return gathered(lambda: value, self.group)
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """What `work()` gives on each rank. A rank that fails fails for all, in the words of the lowest: nobody waits for it.
-        The work itself waits for no other rank."""
-        if self.group is None:
-            return [work()]
-        result: T | None = None
-        failed: Exception | None = None
-        try:
-            result = work()
-        except Exception as error:  # whatever it is, the others are not to wait
-            failed = error
-        said = None if failed is None else (str(failed) if isinstance(failed, PotstillError) else repr(failed))
-        everyone = self.told((said, isinstance(failed, PotstillError), result))
-        for rank, (words, known, _) in enumerate(everyone):
-            if words is None:
-                continue
-            if failed is not None and not isinstance(failed, PotstillError):
-                raise failed  # with its own traceback
-            raise (Agreed(words) if known else RuntimeError(f"rank {rank}: {words}")) from failed
-        return [found for _, _, found in everyone]  # type: ignore[misc]
+        """What `work()` gives on each rank. A rank that fails fails for all: nobody waits for it. The work itself waits for no
+        other rank."""
+        return gathered(work, self.group)
 
     def written(
         self,
@@ -91,16 +70,16 @@ class Team:
         writers = [rank for rank, writes in enumerate(self.told(self.writes)) if writes]
         shares: list[list[int]] = [[] for _ in range(self.size)]
         for rank, share in zip(
-            writers, deal([ask.ids.tobytes() for ask in asked], len(writers), new_tokens), strict=True
+            writers, deal_prompts([ask.ids.tobytes() for ask in asked], len(writers), new_tokens), strict=True
         ):
             shares[rank] = share
         return shares
 
 
-ALONE = Team()
+ALONE = WritingRanks()
 
 
-def deal(prompts: Sequence[bytes], writers: int, new_tokens: int) -> list[list[int]]:
+def deal_prompts(prompts: Sequence[bytes], writers: int, new_tokens: int) -> list[list[int]]:
     """Which texts each of so many writers takes: all of one prompt (int32 ids), which is read once for them, and so that all
     have about as much to do. Longest first, each to whoever has least."""
     places: dict[bytes, list[int]] = {}
