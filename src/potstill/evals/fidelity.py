@@ -17,7 +17,7 @@ from potstill.data import Prefetched, StepBatches
 from potstill.losses import compare_rows
 from potstill.losses.compare import RowStats
 from potstill.models import LanguageModel, evaluating
-from potstill.parallel.agree import of_leaders
+from potstill.parallel.agree import of_leaders, together
 from potstill.types import Batch, PotstillError, Target, Teacher
 
 CALIBRATION_BINS = 15
@@ -111,10 +111,12 @@ def _compared(
     device: torch.device,
     interrupted: Callable[[], bool],
 ) -> Iterator[tuple[int, RowStats, int]]:
-    """Of each batch: its rows, what is found at them, and the bytes they stand for."""
+    """Of each batch: its rows, what is found at them, and the bytes they stand for. All ranks have as many batches."""
     made = ((batch, None if teacher is None else teacher.prepare(batch)) for batch in batches)
     with Prefetched(made, depth=1, interrupted=interrupted) as ready:  # a server is asked ahead
-        for host_batch, prepared in ready:
+        # What goes wrong with one rank's teacher is known to all before they read the batch together.
+        while (pair := together(lambda: next(ready, None))) is not None:
+            host_batch, prepared = pair
             batch = host_batch.to(device)
             target = None if teacher is None or prepared is None else teacher.answer(batch, prepared)[0]
             scored = sum(example.supervised_bytes for example in host_batch.examples)

@@ -99,7 +99,7 @@ def measured_against(
         if not reference.away:
             raise
         said = f"this evaluation has no KL: {error}"
-        Console(soft_wrap=True).print(said, style="yellow", highlight=False, markup=False)
+        Console(soft_wrap=True, quiet=not ranks().first).print(said, style="yellow", highlight=False, markup=False)
     return evaluate(student, None, batches, device, measure_by=measure)
 
 
