@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pytest import MonkeyPatch
 from torch import Tensor
 
 import potstill
@@ -71,10 +73,9 @@ def recipe(folder: Path, teacher: str, data: dict[str, Any], seed: int) -> dict[
     }
 
 
-def work(rank: int, world: int, folder: str, teacher: str, text: str) -> None:
-    torch.set_num_threads(1)
-    here = Path(folder)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+def work(folder: Path, teacher: str, text: str) -> dict[str, Any]:
+    """What one of two ranks finds."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     columns = slice(0, SLICES[0]) if rank == 0 else slice(SLICES[0], VOCABULARY)
     found: dict[str, Any] = {"calls": {name: run_call(name, columns, dist.group.WORLD) for name in width_calls()}}
 
@@ -85,7 +86,7 @@ def work(rank: int, world: int, folder: str, teacher: str, text: str) -> None:
         model,
         StoreConfig(kind="hidden"),
         DataConfig.model_validate(data),
-        here / "built",
+        folder / "built",
         name="teacher",
         batch_tokens=40,
         rank=rank,
@@ -97,21 +98,25 @@ def work(rank: int, world: int, folder: str, teacher: str, text: str) -> None:
     # A training run each, over the same documents in other orders, into one cache; no group, they know nothing of each other.
     dist.barrier()
     dist.destroy_process_group()
-    usual, computed = CacheWriter.__init__, []
+    os.environ["WORLD_SIZE"] = "1"
+    with MonkeyPatch.context() as patched:
+        found["computed"] = _watched(patched)
+        potstill.train(recipe(folder, teacher, data, seed=rank))
+    metrics = (folder / f"run-{rank}" / "metrics.jsonl").read_text(encoding="utf-8")
+    return found | {"losses": [json.loads(line)["loss"] for line in metrics.splitlines()]}
+
+
+def _watched(patched: MonkeyPatch) -> list[str]:
+    """The keys of what this process computes for the cache, from now on; a shard is written for every few."""
+    usual, write, computed = CacheWriter.__init__, CacheWriter.write, []
 
     def often(self: CacheWriter, *arguments: Any, **options: Any) -> None:
         usual(self, *arguments, **{**options, "shard_seconds": 0.0})
-
-    write = CacheWriter.write
 
     def counted(self: CacheWriter, examples: Any) -> Any:
         computed.extend(example.key for example in examples)
         return write(self, examples)
 
-    CacheWriter.__init__, CacheWriter.write = often, counted
-    potstill.train(recipe(here, teacher, data, seed=rank))
-    found["computed"] = computed
-    found["losses"] = [json.loads(x)["loss"] for x in (here / f"run-{rank}" / "metrics.jsonl").read_text().splitlines()]
-    draft = here / f"{rank}.draft"
-    torch.save(found, draft)
-    draft.rename(here / f"{rank}.pt")
+    patched.setattr(CacheWriter, "__init__", often)
+    patched.setattr(CacheWriter, "write", counted)
+    return computed

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -328,11 +327,9 @@ def refusal(name: str, rank: int, group: dist.ProcessGroup) -> str:
     return ""
 
 
-def work(rank: int, world: int, folder: str) -> None:
-    """One rank: makes every call, writes what it found beside `folder`'s other ranks, and leaves the group."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    group = dist.group.WORLD
+def work() -> dict[str, Any]:
+    """What one rank finds: it makes every call."""
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     found: dict[str, Any] = {"results": {name: call.run(rank, group) for name, call in calls(world).items()}}
     if world == 2:
@@ -342,8 +339,4 @@ def work(rank: int, world: int, folder: str) -> None:
                 call.run(rank, group)
             found["traffic"][name] = traffic.seen
         found["refusals"] = {name: refusal(name, rank, group) for name in REFUSED}
-    draft = Path(folder) / f"{rank}.draft"
-    torch.save(found, draft)
-    draft.rename(Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return found

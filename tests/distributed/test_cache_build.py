@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cache_ranks import SLICES, VOCABULARY, recipe, run_call, width_calls, work
-from processes import found_by
+from ranks import on_ranks
 
 import potstill
 from potstill.cache.build import build
@@ -19,14 +19,12 @@ from potstill.cache.verify import verify
 from potstill.config import DataConfig, StoreConfig, TeacherConfig
 from potstill.models import load_teacher
 
-PATIENCE = 240
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, tiny_teacher: Path, tiny_text: Path) -> tuple[Path, list[Any]]:
     """The folder and what each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, found_by(work, 2, folder, str(tiny_teacher), str(tiny_text), timeout=PATIENCE)
+    return folder, on_ranks(2, work, folder, str(tiny_teacher), str(tiny_text))
 
 
 def documents(folder: Path) -> dict[str, bytes]:

@@ -1,8 +1,7 @@
 """One recipe over 2 and 4 ranks equals the same recipe in one process: losses and weights, over 20 steps in float64.
 
 The matrix is covered in pairs: every way of spreading the student, every family, every place of the teacher, whose text and
-whose tokenizer stand beside several values of the others. Experts are in test_expert_parallel.py: what transformers
-computes them with knows no float64 in a run.
+whose tokenizer stand beside several values of the others.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ SPREAD: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2tp2": (4, {"tp": 2}),
     "cp2": (2, {"cp": 2}),
     "cp2tp2": (4, {"cp": 2, "tp": 2}),
+    "ep2": (2, {"ep": 2}),
+    "dp2tp2ep2": (4, {"tp": 2, "ep": 2}),
 }
 ROLLOUTS = {
     "off-policy": {},
@@ -35,12 +36,12 @@ ROLLOUTS = {
     "mixed": {"on_policy_fraction": 0.5, "num_generations": 1, "sampling": {"max_new_tokens": 8}},
 }
 QUICK = [
-    ("dp2", "llama", "live", "off-policy", "same"),
     ("tp2", "qwen3", "live", "off-policy", "same"),
-    ("cp2", "gemma3", "live", "off-policy", "same"),
     ("dp2", "llama", "live", "mixed", "same"),
 ]
 SLOW = [
+    ("dp2", "llama", "live", "off-policy", "same"),
+    ("cp2", "gemma3", "live", "off-policy", "same"),
     ("dp4", "qwen3", "cached", "off-policy", "same"),
     ("dp4", "llama", "sharded", "off-policy", "cross"),
     ("hsdp", "phi3", "live", "mixed", "same"),
@@ -58,6 +59,9 @@ SLOW = [
     ("cp2", "qwen3", "own ranks", "off-policy", "same"),
     ("cp2tp2", "llama", "live", "off-policy", "cross"),
     ("cp2tp2", "qwen3", "remote", "off-policy", "same"),
+    ("ep2", "qwen3-moe", "live", "off-policy", "same"),
+    ("ep2", "qwen3-moe", "cached", "off-policy", "cross"),
+    ("dp2tp2ep2", "qwen3-moe", "sharded", "off-policy", "same"),
     ("dp4", "qwen3", "write-through", "off-policy", "same"),
     ("dp4", "llama", "write-through", "on-policy", "same"),
     ("dp2tp2", "qwen3", "write-through", "mixed", "same"),

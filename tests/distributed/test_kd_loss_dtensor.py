@@ -247,7 +247,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equals_one_process(size: int, tmp_path: Path) -> None:
     context = mp.get_context("spawn")
     processes = [context.Process(target=run_rank, args=(rank, size, tmp_path), daemon=True) for rank in range(size)]

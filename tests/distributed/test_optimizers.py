@@ -49,7 +49,7 @@ def exactly(layouts, name):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize(("ranks", "layouts"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(("ranks", "layouts"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
 def test_steps_equal_those_of_one_process(ranks, layouts, name):
     for found in on_ranks(ranks, exactly, layouts, name):
         assert not {where: far for where, far in found.items() if not far < 1e-8}

@@ -4,18 +4,17 @@ import math
 
 import pytest
 import torch
-from processes import found_by
+from ranks import on_ranks
 from sliced_calls import KINDS, REFUSED, ROWS, SLICES, SlicedCall, calls, even, traffic_calls, work
 
 from potstill.losses import DIVERGENCES
 
-WORLDS = list(SLICES)
-PATIENCE = 240  # seconds for all calls of all ranks; they take about ten
+WORLDS = [pytest.param(world, marks=pytest.mark.slow if world > 2 else ()) for world in SLICES]
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world} processes")
-def ranks(request, tmp_path_factory):
-    return found_by(work, request.param, tmp_path_factory.mktemp("ranks"), timeout=PATIENCE)
+def ranks(request):
+    return on_ranks(request.param, work)
 
 
 def test_every_call_equals_one_process(ranks):

@@ -65,6 +65,7 @@ def test_on_two_ranks(work):
     on_ranks(2, each, work, TWO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [gathered, clipped])
 def test_on_four_ranks(work):
     on_ranks(4, each, work, FOUR)

@@ -26,6 +26,7 @@ PATIENCE = 400.0
 
 
 @pytest.mark.parametrize(("world", "kind"), [(1, "hidden"), (2, "sampled")], ids=["1 process", "2 processes"])
+@pytest.mark.slow
 def test_killed_at_20_lines(tmp_path: Path, tiny_teacher: Path, tiny_text: Path, world: int, kind: str) -> None:
     script = Path(__file__).with_name("cache_kills.py")
     line = [sys.executable, script, tmp_path, tiny_teacher, tiny_text, kind, world, 20, 7]

@@ -22,6 +22,7 @@ from potstill.types import PotstillError
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_ends_with_the_same_bits(runs: TinyRuns, command: Callable[..., Any]) -> None:
     options = ["train.steps=60", "checkpoint.every=5", "train.optimizer.name=muon", "log.tensorboard=true"]
     undisturbed = potstill.train(runs.recipe("whole", *options, eval=runs.evaluation(every=20))).folder

@@ -25,7 +25,8 @@ def recipe(runs: TinyRuns, name: str, server: Served, *options: str, **rollouts:
     return runs.file(name, *options, student=student, teachers=[teacher], rollouts=ROLLOUTS | rollouts)
 
 
-@pytest.mark.parametrize("generations", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("generations", [1, 2])
 def test_a_run_that_waits_for_its_server_ends_when_told_and_goes_on_later(runs: TinyRuns, generations: int) -> None:
     options = ["train.steps=80", "checkpoint.every=null"]
     rollouts = {"steps_per_generation": generations, "max_staleness": generations - 1}

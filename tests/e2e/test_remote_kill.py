@@ -56,7 +56,8 @@ def teacher_of(server: Served, **keys: Any) -> list[dict[str, Any]]:
     return [{"server": server.address, "remote": remote, **keys}]
 
 
-@pytest.mark.parametrize("beside", ["nothing", pytest.param("cache", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["nothing", "cache"])
 def test_killed_and_started_again(runs: TinyRuns, said: list[str], tmp_path: Path, beside: str) -> None:
     keys = {"cache": str(tmp_path / "cache"), "store": {"kind": "hidden"}} if beside == "cache" else {}
     train = {"steps": 12, "batch_size": 4, "micro_batch_size": 2, "optimizer": {"lr": 1e-2}}

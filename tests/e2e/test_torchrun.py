@@ -58,6 +58,7 @@ def test_four_processes_write_what_one_writes(tmp_path: Path) -> None:
         assert float((mine - theirs).abs().max()) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -72,6 +73,7 @@ def test_what_is_refused_is_refused_by_all(words: list[str], says: str, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_one_rank_meets_is_said_once(tmp_path: Path) -> None:
     """A model that is not there is found by every rank; the first says it."""
     ended = started(2, "train", RECIPE, f"run={tmp_path / 'run'}", "train.steps=2", f"teachers.0.model={tmp_path}/none")

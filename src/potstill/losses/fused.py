@@ -34,6 +34,7 @@ from potstill.types import (
     TargetCheck,
     TopKTarget,
     expect,
+    wide_product,
 )
 
 BLOCK_BYTES = 2 * 2**20  # of one [b, V] buffer
@@ -181,7 +182,7 @@ class _HeadProduct:
 
     def __init__(self, hidden: Tensor, head: Head, shard: VocabShard, compute: torch.dtype) -> None:
         self.leaves = (hidden, head.weight, head.bias)
-        self.rows, self._hidden, self._shard, self._compute = hidden.shape[0], hidden, shard, compute
+        self.rows, self._hidden, self._shard = hidden.shape[0], hidden, shard
         # Its cap comes later, block by block, together with the slope of the cap.
         self._head = replace(head, weight=head.weight.to(hidden.dtype), softcap=None)
         enabled = torch.is_grad_enabled()
@@ -199,10 +200,8 @@ class _HeadProduct:
         narrow = grad.to(hidden.dtype)
         if self._grad_hidden is not None:
             torch.mm(narrow, self._head.weight, out=self._grad_hidden[chunk])
-        if self._grad_weight is not None and hidden.dtype == self._compute:
-            self._grad_weight.addmm_(narrow.t(), hidden)
-        elif self._grad_weight is not None:
-            self._grad_weight += narrow.t() @ hidden
+        if self._grad_weight is not None:
+            wide_product(narrow.t(), hidden, self._grad_weight, add=True)
         if self._grad_bias is not None:
             self._grad_bias += grad.sum(0)
 

@@ -106,11 +106,15 @@ def load_hollow(
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     with loading(name, key, "model"), torch.device("meta"):
         known = AutoConfig.from_pretrained(locate(name), **origin)
-        options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "dtype": dtype}
-        if config.attn_implementation:
-            options["attn_implementation"] = config.attn_implementation
+        options = {"trust_remote_code": config.trust_remote_code, **_computed(dtype, config.attn_implementation)}
         model = _loader(known, known.architectures or []).from_config(known, **options)
     return model.eval().requires_grad_(False), load_tokenizer(name, key, config.revision, config.trust_remote_code)
+
+
+def _computed(dtype: torch.dtype | str, attn: str | None) -> dict[str, Any]:
+    """How a model computes. The product over all experts at once knows no float64."""
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    return {"dtype": dtype, **experts, **({"attn_implementation": attn} if attn else {})}
 
 
 def _router_loss(model: PreTrainedModel) -> list[str]:
@@ -150,8 +154,7 @@ def _other_parts(model: PreTrainedModel) -> list[str]:
 
 def _pretrained(name: str, where: str, config: StudentConfig | TeacherConfig, **options: Any) -> PreTrainedModel:
     refuse_damaged(name, where)
-    if config.attn_implementation:
-        options["attn_implementation"] = config.attn_implementation
+    options |= _computed(options["dtype"], config.attn_implementation)
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     with loading(name, where, "model"):
         known = AutoConfig.from_pretrained(locate(name), **origin)
@@ -197,7 +200,6 @@ def _fresh(
             raise PotstillError(f"student.config.{key}: a {kind} config has no such key{hint}")
     filled = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
     filled["vocab_size"] = len(tokenizer)
-    options = {"attn_implementation": attn} if attn else {}
     try:
         # A language model alone where there is one, unless eyes are asked for too.
         alone = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "")] if "vision_config" not in keys else []
@@ -206,7 +208,7 @@ def _fresh(
         else:
             keys = {**filled, **keys}
         config = AutoConfig.for_model(kind, **keys)
-        return _loader(config, alone).from_config(config, dtype=dtype, **options)
+        return _loader(config, alone).from_config(config, **_computed(dtype, attn))
     except Exception as error:  # the values reach the code of each architecture, which may raise anything
         raise PotstillError(f"student.config: transformers makes no {kind} model of it ({reason(error)})") from error
 
