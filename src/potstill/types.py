@@ -1,4 +1,5 @@
-"""What flows through potstill: Example → Batch → Rows + Target → loss. Imports torch and numpy, nothing of ours.
+"""What flows through potstill: Example → Batch → Rows + Target → loss. Of ours it
+imports how matrices are multiplied, nothing else.
 
 Shapes: B rows of a batch, L positions, N loss rows, V vocabulary, H hidden width, K entries of a truncated target.
 """
@@ -8,7 +9,6 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol, Self
 
@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from potstill.products import wide_product
 
 Ints = npt.NDArray[np.int64]
 
@@ -101,39 +103,6 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         return _moved(self, device)
-
-
-UPCAST_BYTES = 32 * 2**20  # of a matrix that is widened at a time
-
-
-def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-    """a [n, k] · b [k, m] in float32 at least, or that added to `out`. Logits that are rounded to bfloat16 drown what a student
-    that is near its teacher has still to learn: at a KL of 0.006 a quarter of the gradient would be rounding."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    if out is None:
-        out = a.new_empty(a.shape[0], b.shape[1], dtype=wide)
-    if a.dtype == out.dtype:
-        return out.addmm_(a, b) if add else torch.mm(a, b, out=out)
-    if out.dtype == wide and widens(a.device.type):
-        return torch.addmm(out, a, b, wide, out=out) if add else torch.mm(a, b, wide, out=out)
-    step = max(1, UPCAST_BYTES // (4 * max(1, b.shape[0])))
-    a = a.to(wide)
-    for first in range(0, b.shape[1], step):
-        columns = slice(first, first + step)
-        part = a @ b[:, columns].to(wide)
-        out[:, columns] = out[:, columns] + part if add else part
-    return out
-
-
-@cache
-def widens(device: str) -> bool:
-    """Whether a device gives the product of narrow matrices in float32."""
-    one = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-    try:
-        torch.mm(one, one, torch.float32)
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 8},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 8, **WINDOW},
     "phi3": {"model_type": "phi3", "resid_pdrop": 0.0},
-    "qwen3-moe": {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 WORDS = tuple("the people of the united states have a government by consent and a law that all must keep".split())  # noqa: SIM905
 

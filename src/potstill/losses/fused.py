@@ -23,6 +23,7 @@ from potstill.losses.dense import target_logits
 from potstill.losses.divergences import LossParams
 from potstill.losses.rows import CHUNK_BYTES, Buffers, Call, Comparison, DenseRows, SampledRows, TopKRows, loss_of_rows
 from potstill.parallel.vocab import VocabShard, shard_targets
+from potstill.products import wide_product
 from potstill.types import (
     ChunkTarget,
     Dense,
@@ -34,7 +35,6 @@ from potstill.types import (
     TargetCheck,
     TopKTarget,
     expect,
-    wide_product,
 )
 
 BLOCK_BYTES = 2 * 2**20  # of one [b, V] buffer

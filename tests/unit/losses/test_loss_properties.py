@@ -51,8 +51,8 @@ def capped(logits, softcap):
 
 
 def twin(hidden, weight, target, *, divergence, temperature, bias, softcap, logit_scale, labels, entropy_gate, **more):
-    """Per-row kd and ce of full logits, in float64 from the head's product on."""
-    z = (hidden @ weight.to(hidden.dtype).t()).double()
+    """Per-row kd and ce of full logits, in float64."""
+    z = hidden.double() @ weight.to(hidden.dtype).double().t()
     z = capped((z if bias is None else z + bias.double()) * logit_scale, softcap)
     ce = F.cross_entropy(z, labels, reduction="none") if labels is not None else torch.zeros(len(z)).double()
     scale = temperature if divergence == "tvd" else temperature**2
@@ -72,7 +72,7 @@ def twin(hidden, weight, target, *, divergence, temperature, bias, softcap, logi
             logits = target.logits
         else:
             head = target.head
-            logits = (target.hidden @ head.weight.to(target.hidden.dtype).t()).double()
+            logits = target.hidden.double() @ head.weight.to(target.hidden.dtype).double().t()
             logits = capped((logits if head.bias is None else logits + head.bias) * head.logit_scale, head.softcap)
         p = (logits.double() / temperature).softmax(-1)
         q = (z[:, : p.shape[1]] / temperature).softmax(-1)
@@ -152,7 +152,7 @@ def test_value_and_gradients_equal_the_twin(divergence, kind):
         kd, ce = twin(hidden, weight, target, **options)
         row_weight = 1.0 if options["row_weight"] is None else options["row_weight"].double()
         loss = (row_weight * (0.7 * kd + options["ce_weight"] * ce)).sum()
-        # From the product on the engine works in float32 at least: values of bfloat16 inputs are as exact as of float32.
+        # The engine works in float32 at least: values of bfloat16 inputs are as exact as of float32.
         exact = TOLERANCE[torch.promote_types(hidden.dtype, torch.float32)]
         assert out.kd.dtype == torch.promote_types(hidden.dtype, torch.float32)
         assert_near(out.kd, kd, exact, "kd")
