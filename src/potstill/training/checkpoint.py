@@ -40,7 +40,8 @@ from potstill.models import quiet
 from potstill.parallel.agree import everyones, exchanged, first_alone, gathered, of_first, together
 from potstill.parallel.markers import Markers
 from potstill.parallel.mesh import ranks
-from potstill.training.run import Callback, Progress, Run, tell
+from potstill.training.logging import tell
+from potstill.training.run import Callback, Progress, Run
 from potstill.training.state import Snapshot, WrittenFiles, take_snapshot, write_index
 from potstill.training.step import refuse_broken_weights
 from potstill.types import PotstillError

@@ -6,7 +6,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -20,6 +20,7 @@ from potstill.config import Recipe
 from potstill.data import lost_in
 from potstill.extras import missing_extra
 from potstill.files import could_not_write, json_lines, open_log, write_bytes
+from potstill.parallel.agree import raise_together, tried
 from potstill.training.run import Callback, Run
 from potstill.types import PotstillError
 
@@ -287,3 +288,18 @@ def watchers(recipe: Recipe, console: Console, warn: Warn) -> list[Callback]:
         TextWarnings(warn, recipe.rollouts.num_generations),  # after the last line of the display
         Display(console, recipe.log.every),
     ]
+
+
+def tell(watching: Sequence[Callback], what: Callable[[Callback], None]) -> None:
+    """Those who watch are on the first rank; a disk that is full there is everybody's trouble."""
+    raise_together(told(watching, what))
+
+
+def told(watching: Sequence[Callback], what: Callable[[Callback], None]) -> Exception | None:
+    """As `tell`, for a caller who asks all ranks whether it went well."""
+
+    def work() -> None:
+        for watcher in watching:
+            what(watcher)
+
+    return tried(work, PotstillError)[1]

@@ -24,10 +24,10 @@ from potstill.parallel.watch import Watch, restarts_cannot_succeed
 from potstill.teachers.placed import asking, own_ranks, serve_teacher
 from potstill.training.checkpoint import Saver
 from potstill.training.feed import open_feed
-from potstill.training.logging import watchers
+from potstill.training.logging import tell, told, watchers
 from potstill.training.metrics import Stopwatch
 from potstill.training.resume import open_run, resume
-from potstill.training.run import Callback, Run, tell, told
+from potstill.training.run import Callback, Run
 from potstill.training.setup import Parts, assemble
 from potstill.training.state import seed_step
 from potstill.training.step import Diverged, optimizer_step

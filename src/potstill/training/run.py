@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from potstill.parallel.agree import raise_together, tried
-from potstill.types import PotstillError
 
 
 @dataclass(kw_only=True)
@@ -70,18 +67,3 @@ class Callback:
 
     def ended(self, run: Run) -> None:
         """When the run is over, whether by its last step, a signal or an error."""
-
-
-def tell(watching: Sequence[Callback], what: Callable[[Callback], None]) -> None:
-    """Those who watch are on the first rank; a disk that is full there is everybody's trouble."""
-    raise_together(told(watching, what))
-
-
-def told(watching: Sequence[Callback], what: Callable[[Callback], None]) -> Exception | None:
-    """As `tell`, for a caller who asks all ranks whether it went well."""
-
-    def work() -> None:
-        for watcher in watching:
-            what(watcher)
-
-    return tried(work, PotstillError)[1]
