@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from potstill.types import PotstillError
+from potstill.errors import PotstillError
 
 # As in pyproject.toml; a test compares them.
 EXTRAS = {

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from potstill.types import PotstillError
+from potstill.errors import PotstillError
 
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"

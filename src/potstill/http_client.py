@@ -25,7 +25,7 @@ import httpcore
 from rich.console import Console
 
 from potstill.config import RemoteConfig
-from potstill.types import PotstillError
+from potstill.errors import PotstillError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0  # seconds
 CONNECT_SECONDS = 10.0

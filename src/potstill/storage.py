@@ -8,9 +8,9 @@ import os
 import re
 from typing import Any, BinaryIO, cast
 
+from potstill.errors import PotstillError
 from potstill.extras import EXTRAS, missing_extra
 from potstill.shipped import locate
-from potstill.types import PotstillError
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://")
 EXTRA_OF = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}

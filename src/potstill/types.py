@@ -1,5 +1,5 @@
 """What flows through potstill: Example → Batch → Rows + Target → loss. Of ours it
-imports how matrices are multiplied, nothing else.
+imports errors and how matrices are multiplied, nothing else.
 
 Shapes: B rows of a batch, L positions, N loss rows, V vocabulary, H hidden width, K entries of a truncated target.
 """
@@ -18,15 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from potstill.errors import PotstillError as PotstillError
 from potstill.products import wide_product
 
 Ints = npt.NDArray[np.int64]
-
-
-class PotstillError(Exception):
-    """Something the user can put right. The command line shows its one sentence and no traceback."""
-
-    shared = False  # every rank of the run raises it
 
 
 def _no_ids() -> npt.NDArray[np.int32]:

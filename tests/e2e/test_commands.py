@@ -269,3 +269,20 @@ def test_advice_names_packages_that_can_be_installed(extra: str) -> None:
     assert f"pip install {' '.join(EXTRAS[extra])} (or, in a checkout: pip install -e '.[{extra}]')" in sentence
     sources = [path.read_text(encoding="utf-8") for path in Path(package.__file__).parent.rglob("*.py")]
     assert not [source for source in sources if f"potstill[{extra}]" in source]
+
+
+def test_help_and_a_mistake_in_a_recipe_need_no_torch() -> None:
+    """They are there at once: importing torch and transformers takes seconds."""
+    code = """
+import sys
+from potstill.cli.main import app
+from potstill.config.recipe import load_recipe
+from potstill.errors import PotstillError
+try:
+    load_recipe({"student": {"modle": "x"}})
+except PotstillError as error:
+    assert "student.modle" in str(error), error
+print([name for name in ("torch", "transformers", "datasets") if name in sys.modules])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "[]\n", ended.stderr

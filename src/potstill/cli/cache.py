@@ -9,7 +9,7 @@ import typer
 
 from potstill.cli import options as opt
 from potstill.cli.options import DATA, with_source
-from potstill.types import PotstillError
+from potstill.errors import PotstillError
 
 STORE = ("kind", "k", "temperature", "tail_samples", "num_samples", "seed")  # options that say what a cache keeps
 # … and those that a recipe has keys for

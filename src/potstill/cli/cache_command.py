@@ -27,13 +27,13 @@ from potstill.cli.options import in_words_of_options
 from potstill.config import DataConfig, ParallelConfig, StoreConfig, TeacherConfig
 from potstill.config.recipe import checked, load_recipe
 from potstill.data import with_pieces
+from potstill.errors import PotstillError
 from potstill.models import LanguageModel, load_student_tokenizer, load_teacher, load_tokenizer
 from potstill.parallel.mesh import Axis, Ranks, pick_device, world
 from potstill.signals.codec import DTYPES
 from potstill.signals.kinds import KINDS, SignalKind
 from potstill.teachers.placed import load_in_place
 from potstill.teachers.remote import open_server
-from potstill.types import PotstillError
 
 RECIPES = (".yaml", ".yml", ".json")
 HEAVY_REST = 0.05  # of the mass: worth a word

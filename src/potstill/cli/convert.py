@@ -12,8 +12,8 @@ from rich.progress import Progress, TaskID
 
 from potstill.cache.convert import convert_cache
 from potstill.cache.store import Cache
+from potstill.errors import PotstillError
 from potstill.migrate.cache import Layout, import_cache
-from potstill.types import PotstillError
 
 
 def convert(

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from potstill.config.recipe import load_recipe
+from potstill.errors import PotstillError
 from potstill.parallel.mesh import checked_sizes
 from potstill.recipe_text.plain_yaml import write_yaml
-from potstill.types import PotstillError
 
 Scheduler = Literal["slurm", "torchrun", "kubernetes"]
 PORT = 29400  # of the store at which the hosts meet

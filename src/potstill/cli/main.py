@@ -18,7 +18,7 @@ from potstill.cli import options as opt
 from potstill.cli.cache import cache_app
 from potstill.cli.options import DATA, in_words_of_options, source_of, with_source
 from potstill.cli.unforeseen import EXIT_CODE, Unforeseen, explain, stdout_is_gone, traces_in
-from potstill.types import PotstillError
+from potstill.errors import PotstillError
 
 READER_LEFT = 141  # as of a process that SIGPIPE ended
 

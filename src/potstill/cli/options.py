@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from potstill.types import PotstillError
+from potstill.errors import PotstillError
 
 DATA = "Files (jsonl, parquet, arrow, txt; globs), or a data set folder or name."
 AnyDtype = Literal["auto", "float32", "bfloat16", "float16"]

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from potstill.errors import PotstillError
 from potstill.files import write_text
-from potstill.types import PotstillError
 
 EXIT_CODE = 70  # sysexits.h: an internal software error, to be told from a mistake of the user's, which is 1
 

@@ -12,7 +12,7 @@ from potstill.config.models import StoreConfig, TeacherConfig
 from potstill.config.rollouts import RolloutsConfig
 from potstill.config.sections import fixed_value
 from potstill.config.training import LossConfig, ParallelConfig
-from potstill.types import PotstillError
+from potstill.errors import PotstillError
 
 Text = Literal["data", "student", "teacher"]
 MOVING: Literal["moving"] = "moving"  # a temperature that is not the same at every step

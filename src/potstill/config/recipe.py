@@ -16,9 +16,9 @@ from pydantic_core import ErrorDetails
 
 from potstill.config import Recipe
 from potstill.config.foreign_names import OUR_NAMES
+from potstill.errors import PotstillError
 from potstill.recipe_text.plain_yaml import read_word, read_yaml, write_yaml
 from potstill.recipe_text.references import escaped, resolved
-from potstill.types import PotstillError
 
 BRACKET_GLOB = re.compile(r"\[[^\]]+\][^\]\s,]+")  # [ab]*.jsonl, which is no list
 Checked = TypeVar("Checked", bound=BaseModel)

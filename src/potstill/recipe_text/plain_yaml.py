@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from potstill.types import PotstillError
+from potstill.errors import PotstillError
 
 MOST_VALUES = 100_000  # with what aliases repeat: a file of a few lines can stand for billions
 MOST_LEVELS = 100  # one inside the other

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from potstill.types import PotstillError
+from potstill.errors import PotstillError
 
 MOST_CHARACTERS = 100_000  # that references may bring in: they can double one another
 BEGIN = re.compile(r"(?<!\\)(\\*)\$\{")  # from the first backslash on: else every one of many would be a beginning

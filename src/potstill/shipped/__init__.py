@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from potstill.types import PotstillError
+from potstill.errors import PotstillError
 
 PREFIX = "shipped:"
 FOLDER = Path(__file__).parent
