@@ -1,15 +1,16 @@
 """What a student learns from a teacher with another tokenizer, beside TRL's GOLD trainer: bits per byte at equal steps, and the
 processor seconds that they took.
 
-python benchmarks/cross_quality.py --work DIR --trl PYTHON    runs what results/cross_quality.json lacks
-python benchmarks/cross_quality.py --only-docs                writes the tables of docs/cross-tokenizer.md
+python benchmarks/cross_quality.py --work DIR --trl PYTHON --tokenizers DIR    runs what results/cross_quality.json lacks
+python benchmarks/cross_quality.py --only-docs                                 writes the tables of docs/cross-tokenizer.md
 
 Several may run at once; one that was stopped leaves DIR/NAME.lock of the run it was at, to be deleted.
 PYTHON has TRL 1.16 (and the versions of requirements.lock). Short chats are cut from the shipped corpus; the teacher is the
-shipped one, with 2,048 byte-level ids. Both sides have the same student, batch (8 chats), AdamW, learning rate (20 steps of
-warm-up, then constant, so that one run stands for all its lengths), weight of the cross-entropy and the same scorer: this
-file's, on held-out answers. A seed is that of the student's weights and of the order of the chats. A process for each run, one
-thread.
+shipped one, with 2,048 byte-level ids. The pair "real" has the tokenizers of SmolLM2 and GPT-2, from --tokenizers, and a
+teacher hardly larger than the students, which is trained on the text first. Both sides have the same student, batch, AdamW,
+learning rate (20 steps of warm-up, then constant, so that one run stands for all its lengths), weight of the cross-entropy and
+the same scorer: this file's, on held-out answers. A seed is that of the student's weights and of the order of the chats. A
+process for each run, one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "cross-tokenizer.md"
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-BATCH, WARMUP, CE_WEIGHT = 8, 20, 0.3
+WARMUP, CE_WEIGHT = 20, 0.3
+BATCH = {"real": 4}  # chats a step, by pair; the others: 8
+TEACHER = {"real": "teacher-real"}  # the others: teacher
+TEACHER_STEPS = 400  # of the real pair's teacher
 CHATS, CHARACTERS, PROMPT = 8000, 160, 24
 FADE = 100  # steps over which repeat_weight goes to 0
 
@@ -67,19 +71,20 @@ LABELS = {
     "potstill gkd": "potstill (forward KL)",
 }
 # Pair, learning rate, steps at which it is scored, seeds, ways: in the order in which they are run.
-CASES: list[tuple[str, float, tuple[int, ...], int, tuple[str, ...]]] = [
-    ("900", 3e-3, (200, 400, 1000), 3, ("text", "potstill", "hybrid", "potstill, repeat")),
-    ("900, taught", 1e-3, (200,), 3, ("text", "potstill", "hybrid")),
-    ("same", 3e-3, (200,), 3, ("gkd", "potstill gkd")),
-    ("900", 1e-2, (200, 400), 3, ("text", "potstill", "hybrid", "potstill, repeat")),
-    ("900", 3e-3, (200,), 3, ("text, repeat", "uld", "hybrid, bayesian")),
-    ("4096", 3e-3, (200, 400), 3, ("text", "potstill", "hybrid", "potstill, repeat")),
+CASES: list[tuple[str, float, tuple[int, ...], tuple[int, ...], tuple[str, ...]]] = [
+    ("900", 3e-3, (200,), (0, 1, 2), ("text", "potstill", "hybrid", "potstill, repeat", "text, repeat", "uld")),
+    ("900", 1e-2, (200,), (0, 1, 2), ("potstill", "hybrid", "potstill, repeat", "text")),
+    ("same", 3e-3, (200,), (0, 1, 2), ("gkd", "potstill gkd")),
+    ("900, taught", 1e-3, (200,), (0, 1, 2), ("text", "potstill", "hybrid")),
+    ("900", 3e-3, (200, 400, 1000), (0,), ("potstill, repeat", "hybrid", "potstill", "text")),
+    ("900", 3e-3, (200, 400), (1, 2), ("potstill, repeat", "hybrid")),
 ]
 PAIRS = {
     "900": "a fresh student with 900 byte-level ids, digits split",
     "900, taught": "the same student after 1,000 steps on text",
     "4096": "a fresh student with 4,096 byte-level ids, more than the teacher has",
     "same": "a fresh student with the teacher's own ids",
+    "real": "a fresh student with GPT-2's ids, a teacher with SmolLM2's",
 }
 TAUGHT_BY = ("900", "3e-03", "text")  # whose last checkpoint is the student of "900, taught"
 
@@ -119,13 +124,28 @@ def byte_level(ids: int, texts: list[str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tok, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
+def save_student(folder: Path, tok: Any, seed: int, hidden_size: int = 96) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tok.chat_template = TEMPLATE
+    tok.pad_token = tok.pad_token or tok.eos_token
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tok), hidden_size=hidden_size, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=True,
+        bos_token_id=tok.bos_token_id, eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tok.save_pretrained(folder)
+
+
 def prepare(work: Path) -> None:
     """Chats, the teacher and the students of all seeds, as folders that both sides read."""
     if (work / "prepared").exists():
         return
     import pyarrow.parquet as pq
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     work.mkdir(parents=True, exist_ok=True)
     shipped = Path(__file__).parents[1] / "src" / "potstill" / "shipped"
@@ -134,26 +154,42 @@ def prepare(work: Path) -> None:
     texts = pq.read_table(shipped / "corpus" / "train.parquet").column("text").to_pylist()[:400]
     own = AutoTokenizer.from_pretrained(shipped / "teacher")
     for name, tok in (("same", own), ("900", byte_level(900, texts)), ("4096", byte_level(4096, texts))):
-        tok.chat_template = TEMPLATE
-        tok.pad_token = tok.pad_token or tok.eos_token
         for seed in range(3):
-            torch.manual_seed(seed)
-            config = LlamaConfig(
-                vocab_size=len(tok), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
-                num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=True,
-                bos_token_id=tok.bos_token_id, eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id,
-            )  # fmt: skip
-            LlamaForCausalLM(config).save_pretrained(work / f"student-{name}-{seed}")
-            tok.save_pretrained(work / f"student-{name}-{seed}")
+            save_student(work / f"student-{name}-{seed}", tok, seed)
     AutoModelForCausalLM.from_pretrained(shipped / "teacher").save_pretrained(work / "teacher")
     own.save_pretrained(work / "teacher")
     (work / "prepared").touch()
 
 
+def prepare_real(work: Path, tokenizers: Path) -> None:
+    """Students with GPT-2's ids, and a teacher with SmolLM2's, which reads other chats of the same corpus."""
+    if (work / "prepared-real").exists():
+        return
+    from transformers import AutoTokenizer
+
+    teacher = AutoTokenizer.from_pretrained(tokenizers / "smollm2")
+    student = AutoTokenizer.from_pretrained(tokenizers / "gpt2")
+    save_student(work / "untaught-real", teacher, 0, hidden_size=96)
+    for seed in range(3):
+        save_student(work / f"student-real-{seed}", student, seed, hidden_size=64)
+    shipped = Path(__file__).parents[1] / "src" / "potstill" / "shipped"
+    chats(shipped / "corpus" / "train.parquet", work / "teacher.jsonl", CHATS, 3)
+    job = {
+        "work": str(work), "run": str(work / "run-teacher-real"), "student": str(work / "untaught-real"), "pair": "real",
+        "options": WAYS["text, repeat"][1], "steps": [TEACHER_STEPS], "lr": 3e-3, "seed": 0, "by": "potstill",
+        "data": "teacher.jsonl", "batch": 8,
+    }  # fmt: skip
+    trained = launched(job, sys.executable)
+    print(f"the real pair's teacher: {trained:.0f} s", flush=True)
+    model = work / "run-teacher-real" / "checkpoints" / f"step-{TEACHER_STEPS:08d}" / "model"
+    (work / "teacher-real").symlink_to(model)
+    (work / "prepared-real").write_text(f"{bits_per_byte(model, work / 'held.jsonl'):.4f}\n")
+
+
 def by_potstill(job: dict[str, Any]) -> float:
     import potstill
 
-    work, loss = Path(job["work"]), {"divergence": "forward_kl", "ce_weight": CE_WEIGHT}
+    work, loss = Path(job["work"]), {"divergence": "forward_kl", "ce_weight": CE_WEIGHT, "repeat_weight": 0.0}
     loss |= {key.removeprefix("loss."): value for key, value in job["options"].items()}
     last = job["steps"][-1]
     if loss.get("repeat_weight") == "fade":
@@ -163,16 +199,18 @@ def by_potstill(job: dict[str, Any]) -> float:
         {
             "run": job["run"],
             "student": {"model": job["student"]},
-            "teachers": [{"model": str(work / "teacher")}],
+            "teachers": [{"model": str(work / TEACHER.get(job["pair"], "teacher"))}]
+            if loss.get("kd_weight", 1)
+            else [],
             "data": {
-                "sources": [{"files": str(work / "train.jsonl"), "messages": "messages"}],
+                "sources": [{"files": str(work / job.get("data", "train.jsonl")), "messages": "messages"}],
                 "max_length": 256,
                 "packing": False,
             },
             "loss": loss,
             "train": {
                 "steps": last,
-                "batch_size": BATCH,
+                "batch_size": job.get("batch", BATCH.get(job["pair"], 8)),
                 "seed": job["seed"],
                 "optimizer": {"lr": job["lr"]},
                 "lr_schedule": {"shape": "constant", "warmup_steps": WARMUP},
@@ -199,12 +237,12 @@ def by_trl(job: dict[str, Any]) -> float:
 
     torch.set_num_threads(1)
     torch.manual_seed(job["seed"])
-    teacher = f"{job['work']}/teacher"
+    teacher = f"{job['work']}/{TEACHER.get(job['pair'], 'teacher')}"
     options = dict(job["options"])
     if options.get("use_uld_loss"):
         options["teacher_tokenizer_name_or_path"] = teacher
     config = GOLDConfig(
-        output_dir=job["run"], max_steps=job["steps"][-1], per_device_train_batch_size=BATCH,
+        output_dir=job["run"], max_steps=job["steps"][-1], per_device_train_batch_size=BATCH.get(job["pair"], 8),
         gradient_accumulation_steps=1, max_length=256, lmbda=0.0, beta=0.0, temperature=1.0, learning_rate=job["lr"],
         lr_scheduler_type="constant_with_warmup", warmup_steps=WARMUP, weight_decay=0.1, adam_beta2=0.95, seed=job["seed"],
         logging_steps=200, save_strategy="no", report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False,
@@ -248,10 +286,14 @@ def main(options: argparse.Namespace) -> None:
     jobs = [
         (pair, lr, steps[: options.lengths], seed, way)
         for pair, lr, steps, seeds, ways in CASES
-        for seed in range(seeds)
+        for seed in seeds
         for way in ways
     ]
     for pair, lr, steps, seed, way in jobs:
+        if pair == "real":
+            if options.tokenizers is None:
+                continue
+            prepare_real(work, options.tokenizers)
         name = f"{pair}-{lr:.0e}-{way}-{seed}"
         there = results().get(pair, {}).get(f"{lr:.0e}", {}).get(way, {}).get(str(seed), {})
         if seed >= options.seeds or str(steps[-1]) in there:
@@ -267,7 +309,7 @@ def main(options: argparse.Namespace) -> None:
         by, settings = WAYS[way]
         job = {
             "work": str(work), "run": str(work / name), "student": str(student),
-            "options": settings, "steps": steps, "lr": lr, "seed": seed, "by": by,
+            "options": settings, "steps": steps, "lr": lr, "seed": seed, "by": by, "pair": pair,
         }  # fmt: skip
         print(f"{pair}, {lr:.0e}, seed {seed}: {way}", flush=True)
         found = run(job, options.trl, work)
@@ -281,13 +323,17 @@ def results() -> dict[str, Any]:
     return found
 
 
-def run(job: dict[str, Any], trl: str, work: Path) -> dict[str, float]:
+def launched(job: dict[str, Any], python: str) -> float:
+    """The processor seconds of a job in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    python = trl if job["by"] == "trl" else sys.executable
     done = subprocess.run(
-        [python, __file__, "--job", json.dumps(job)], check=True, env=environment, capture_output=True, text=True
+        [python, __file__, "--job", json.dumps(job)], check=True, env=environment, stdout=subprocess.PIPE, text=True
     )
-    found = {"seconds": float(done.stdout.splitlines()[-1])}
+    return float(done.stdout.splitlines()[-1])
+
+
+def run(job: dict[str, Any], trl: str, work: Path) -> dict[str, float]:
+    found = {"seconds": launched(job, trl if job["by"] == "trl" else sys.executable)}
     for step in job["steps"]:
         model = Path(job["run"]) / "checkpoints" / f"step-{step:08d}" / "model"
         found[str(step)] = round(bits_per_byte(model, work / "held.jsonl"), 4)
@@ -338,6 +384,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-cross-quality"))
     parser.add_argument("--trl", default="python", help="a Python that has TRL")
+    parser.add_argument("--tokenizers", type=Path, help="a folder with smollm2/ and gpt2/, for the real pair")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lengths", type=int, help="only the first so many of the lengths")
     parser.add_argument("--only-docs", action="store_true")

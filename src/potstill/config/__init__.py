@@ -124,3 +124,6 @@ class Recipe(Section):
         if self.loss.ce_weight is not None:
             return self.loss.ce_weight
         return 0.0 if self.teachers else 1.0
+
+    def with_repeat_weight(self, weight: Scheduled | None) -> Recipe:
+        return self.model_copy(update={"loss": self.loss.model_copy(update={"repeat_weight": weight})})

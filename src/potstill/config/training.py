@@ -10,6 +10,8 @@ from potstill.config.data import DataConfig
 from potstill.config.registry import DivergenceName
 from potstill.config.sections import Positive, Schedule, Scheduled, Section, Share, key
 
+REPEAT_STEPS = 100  # after which a fresh student reads: benchmarks/cross_quality.py
+
 
 class LossConfig(Section):
     """What is minimised: kd_weight · divergence(teacher, student) + ce_weight · cross-entropy + repeat_weight · cross-entropy
@@ -52,10 +54,11 @@ class LossConfig(Section):
     ce_weight: Scheduled | None = key(
         None, "weight of the cross-entropy to the text; default: 0 with a teacher, 1 without"
     )
-    repeat_weight: Scheduled = key(
-        0.0,
-        "weight of −log Q(the token just read); for a student that starts from random weights, fading in the first steps, as "
-        "in {start: 0.1, end: 0, over: 0.1}: docs/losses.md",
+    repeat_weight: Scheduled | None = key(
+        None,
+        "weight of −log Q(the token just read): docs/losses.md; default: 0, and {start: 0.1, end: 0} over the first 100 "
+        "steps (at most half of them; the first tenth of train.epochs) for a fresh student (student.config) with AdamW, a "
+        "teacher with another tokenizer and a data set's text (saved with the run)",
     )
 
     @model_validator(mode="after")
@@ -132,6 +135,11 @@ class TrainConfig(Section):
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of steps and epochs (to replace one by the other, set it to null)")
         return self
+
+    def fading_repeat(self) -> Schedule:
+        """The repeat_weight of a fresh student, where the recipe has none."""
+        over = 0.1 if self.steps is None else min(0.5, REPEAT_STEPS / self.steps)
+        return Schedule(start=0.1, end=0.0, over=over)
 
     def micro(self, ranks: int) -> int:
         """Rows of a forward pass, where so many ranks share those of a step."""

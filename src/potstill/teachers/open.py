@@ -47,6 +47,7 @@ class TeacherSet:
     notes: Sequence[str] = ()  # what their user should know
     identities: list[str | None] = field(default_factory=list)  # fingerprints of those behind servers
     writer: LanguageModel | RemoteOrigin | None = None  # the first of them, where it can be asked to write
+    other_tokenizer: bool = False  # one of them has another than the student
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,14 @@ def open_teachers(
             live.append(live_teacher(model, shared_ids(student, model, where), config.name, config.weight))
     servers = [one.origin if isinstance(one.origin, RemoteOrigin) else None for one in opened]
     identities = [None if server is None else server.identity.weights for server in servers]
-    return TeacherSet([one.teacher for one in opened], live, notes, identities, opened[0].origin if opened else None)
+    return TeacherSet(
+        [one.teacher for one in opened],
+        live,
+        notes,
+        identities,
+        opened[0].origin if opened else None,
+        any(one.difference is not None for one in opened),
+    )
 
 
 def open_live(

@@ -38,8 +38,9 @@ _locks: dict[Path, int] = {}  # held until the process ends, however it ends
 
 
 def open_run(recipe: Recipe, warn: Callable[[str], None]) -> tuple[Recipe, Checkpoints]:
-    """Lock the run's folder. Gives its checkpoints, and the recipe with the size of pieces that the run began with, where the
-    recipe does not say: a run is never measured twice. The first rank has the lock; all must see its folder."""
+    """Lock the run's folder. Gives its checkpoints, and the recipe with the size of pieces and the repeat_weight that the run
+    began with, where the recipe does not say: a run is never measured twice. The first rank has the lock; all must see its
+    folder."""
     folder = Path(recipe.run)
     checkpoints = Checkpoints(folder / "checkpoints", recipe.checkpoint.keep, warn)
     recipe, nonce = first_alone(lambda: _opened(recipe, folder, checkpoints))
@@ -90,6 +91,10 @@ def _as_begun(recipe: Recipe, folder: Path) -> Recipe:
     if recipe.data.piece_bytes is None:
         pieces = {"piece_bytes": begun.data.piece_bytes}
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=pieces)})
+    if recipe.loss.repeat_weight is None:
+        if begun.loss.repeat_weight == begun.train.fading_repeat():  # so many steps, however many more there are now
+            begun = begun.with_repeat_weight(recipe.train.fading_repeat())
+        recipe = recipe.with_repeat_weight(begun.loss.repeat_weight)
     changed = [c for c in changed_keys(begun, recipe) if not MAY_CHANGE.match(c)]
     if changed and not forced:
         raise PotstillError(

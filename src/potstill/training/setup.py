@@ -30,7 +30,7 @@ from potstill.types import PotstillError, Teacher
 class Parts:
     """Everything a run is made of."""
 
-    recipe: Recipe  # with the size of the pieces, where that was measured
+    recipe: Recipe  # with the size of the pieces, where that was measured, and a fresh student's repeat_weight
     device: torch.device
     student: LanguageModel
     module: StudentLoss
@@ -71,6 +71,7 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
     recipe, data, lengths = together(lambda: _cut(recipe, student))
     teacher_set = together(lambda: open_teachers(recipe.teachers, student, data, recipe.loss, device, askers))
     together(lambda: _check_fit(recipe, data, student, teacher_set))
+    recipe, repeat = _set_repeat_weight(recipe, teacher_set)
     module = _spread(recipe, student)
     evaluation = together(
         lambda: RunEvaluation(recipe, student, teacher_set, device, module.measure, module.completion)
@@ -88,7 +89,7 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
         writer,
         writer is not None and difference(student.tokenizer, writer.tokenizer) is None,
         teacher_set.identities,
-        [*notes, *teacher_set.notes, *lengths, *evaluation.notes],
+        [*notes, *teacher_set.notes, *repeat, *lengths, *evaluation.notes],
     )
 
 
@@ -102,6 +103,20 @@ def _cut(recipe: Recipe, student: LanguageModel) -> tuple[Recipe, DataConfig, li
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=pieces)})
     # A data set of which only the prompts are read may be as long as it likes.
     return recipe, data, check_lengths(data, student.tokenizer) if recipe.rollouts.data_share else []
+
+
+def _set_repeat_weight(recipe: Recipe, teacher_set: TeacherSet) -> tuple[Recipe, list[str]]:
+    """The recipe with the repeat_weight that it does not say itself, where one was measured to help; what is worth a word."""
+    train, loss = recipe.train, recipe.loss
+    learns = teacher_set.other_tokenizer and loss.kd_weight != 0 and not recipe.rollouts.writes
+    fresh = recipe.student.config is not None and train.optimizer.name == "adamw"
+    if loss.repeat_weight is not None or not learns or not fresh:
+        return recipe, []
+    weight = train.fading_repeat()
+    return recipe.with_repeat_weight(weight), [
+        f"loss.repeat_weight: {weight.start:g}, which fades to 0 over the first {weight.over:.3g} of the steps: the student is "
+        "fresh, and a teacher has another tokenizer (docs/losses.md; 0: without)"
+    ]
 
 
 def _open_student(recipe: Recipe, device: torch.device) -> tuple[LanguageModel, list[str]]:
