@@ -35,6 +35,10 @@ def method(name: str, ce: float) -> list[str]:
 QUICKSTART: dict[str, tuple[list[str], int]] = {
     "text only": (TEXT, 3),
     "prefix_marginal": (method("prefix_marginal", 0.3), 3),
+    "prefix_marginal, with repeat_weight": (
+        [*method("prefix_marginal", 0.3), "loss.repeat_weight={start: 0.1, end: 0, over: 0.25}"],
+        3,
+    ),
     "prefix_marginal, from a cache of hidden states": (method("prefix_marginal", 0.3), 3),
     "prefix_marginal, from a cache of the top 64": (method("prefix_marginal", 0.3), 3),
     "prefix_marginal, without cross-entropy": (method("prefix_marginal", 0.0), 1),

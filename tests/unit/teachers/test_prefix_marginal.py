@@ -97,10 +97,10 @@ def test_from_text_byte_by_byte(student_tokenizer, teacher_tokenizer):
                 checked, inside, spanning = checked + 1, inside + is_inside, spanning + spans
             row += 1
     assert row == len(found) and checked > 0.9 * row
-    if student_tokenizer != teacher_tokenizer:
-        assert inside + spanning > 12, (inside, spanning)
-    else:
-        assert inside == spanning == 0
+    # Rows inside a token of the teacher's that began within one of the student's are left out: 4 of the first pair's, 1 of the
+    # second's.
+    pairs = {("bytes-2k", "pieces-1k"): (1, 12), ("pieces-1k", "bytes-2k"): (16, 4)}
+    assert (inside, spanning) == pairs.get((student_tokenizer, teacher_tokenizer), (0, 0))
 
 
 def spellings(table, ids, other) -> list[bytes]:
