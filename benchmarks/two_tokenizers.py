@@ -36,7 +36,7 @@ QUICKSTART: dict[str, tuple[list[str], int]] = {
     "text only": (TEXT, 3),
     "prefix_marginal": (method("prefix_marginal", 0.3), 3),
     "prefix_marginal, with repeat_weight": (
-        [*method("prefix_marginal", 0.3), "loss.repeat_weight={start: 0.1, end: 0, over: 0.25}"],
+        [*method("prefix_marginal", 0.3), "loss.repeat_weight={start: 0.3, end: 0, over: 0.25}"],
         3,
     ),
     "prefix_marginal, from a cache of hidden states": (method("prefix_marginal", 0.3), 3),

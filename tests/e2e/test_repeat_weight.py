@@ -26,9 +26,9 @@ def weight_of(recipe: Recipe) -> Any:
 
 def test_it_fades_is_said_and_is_saved(runs: TinyRuns, command: Callable[..., Any]) -> None:
     said = command("train", runs.file("fresh", student=OTHER))
-    assert said.code == 0 and "loss.repeat_weight: 0.1, which fades to 0 over the first 0.5 of the steps" in said.out
+    assert said.code == 0 and "loss.repeat_weight: 0.3, which fades to 0 over the first 0.5 of the steps" in said.out
     weights = [step["repeat_weight"] for step in lines(runs.folder / "fresh" / "metrics.jsonl")]
-    assert weights == pytest.approx([0.1 * max(0.0, 1 - step / 3.5) for step in range(8)])
+    assert weights == pytest.approx([0.3 * max(0.0, 1 - step / 3.5) for step in range(8)])
     saved = load_recipe(runs.folder / "fresh" / "recipe.yaml")
     assert saved.loss.repeat_weight == saved.train.fading_repeat()
 
@@ -60,7 +60,7 @@ def test_in_a_run_that_is_made_longer_it_lasts_so_many_steps_all_the_same(runs: 
     saved = load_recipe(runs.folder / "longer" / "recipe.yaml")
     assert saved.loss.repeat_weight == TrainConfig(steps=400).fading_repeat()
     with pytest.raises(PotstillError, match=r"other settings \(loss\.repeat_weight"):
-        potstill.train(runs.recipe("longer", "train.steps=400", "loss.repeat_weight=0.3", student=OTHER))
+        potstill.train(runs.recipe("longer", "train.steps=400", "loss.repeat_weight=0.2", student=OTHER))
 
 
 def test_how_long_it_lasts() -> None:

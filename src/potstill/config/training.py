@@ -56,7 +56,7 @@ class LossConfig(Section):
     )
     repeat_weight: Scheduled | None = key(
         None,
-        "weight of −log Q(the token just read): docs/losses.md; default: 0, and {start: 0.1, end: 0} over the first 100 "
+        "weight of −log Q(the token just read): docs/losses.md; default: 0, and {start: 0.3, end: 0} over the first 100 "
         "steps (at most half of them; the first tenth of train.epochs) for a fresh student (student.config) with AdamW, a "
         "teacher with another tokenizer and a data set's text (saved with the run)",
     )
@@ -139,7 +139,7 @@ class TrainConfig(Section):
     def fading_repeat(self) -> Schedule:
         """The repeat_weight of a fresh student, where the recipe has none."""
         over = 0.1 if self.steps is None else min(0.5, REPEAT_STEPS / self.steps)
-        return Schedule(start=0.1, end=0.0, over=over)
+        return Schedule(start=0.3, end=0.0, over=over)
 
     def micro(self, ranks: int) -> int:
         """Rows of a forward pass, where so many ranks share those of a step."""
