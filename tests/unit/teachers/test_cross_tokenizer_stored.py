@@ -243,7 +243,7 @@ def test_dynamic_scaling_survives_a_stop(built, data, tmp_path):
             "student": {"config": config, "tokenizer": PIECES},
             "teachers": [{"cache": str(built(kind="hidden"))}],
             "data": data.model_copy(update={"sources": data.sources[:2]}),
-            "loss": {"dynamic_scaling": True, "ce_weight": 0.5},
+            "loss": {"dynamic_scaling": True, "ce_weight": 0.5, "repeat_weight": 0.0},
             "train": {"steps": steps, "batch_size": 4, "lr_schedule": {"shape": "constant"}},
         }
 
