@@ -3,12 +3,14 @@ tokenizers, over however many ranks a teacher lies, and however many teachers th
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from placed_runs import CPU, compare, doubles, parsed, recipe, write_models
 from ranks import on_ranks
 
+import potstill
 from potstill.parallel.mesh import world
 from potstill.teachers.open import open_teachers
 from potstill.teachers.placed import asking, own_ranks, serve_teacher
@@ -39,6 +41,29 @@ def test_copies_and_matrices_over_several_ranks(folder: Path) -> None:
         recipe(folder, [{"model": two, "ranks": 2, "tp": 2}], OTHER, parallel={"cp": 2}),
     ]
     compare(4, cases)
+
+
+def logged(all_keys: list[dict]) -> None:
+    for keys in all_keys:
+        potstill.train(keys)
+
+
+def test_the_log_says_how_long_the_student_waited(folder: Path) -> None:
+    """For a model elsewhere, and for what is computed elsewhere for a cache."""
+    own = {"model": str(folder / "one"), "ranks": 1}
+    teachers = {"own": own, "cached": own | {"cache": str(folder / "waited"), "store": {"kind": "hidden"}}}
+    runs = [recipe(folder, [one], run=str(folder / name), log={"tensorboard": False}) for name, one in teachers.items()]
+    on_ranks(2, logged, runs)
+    placed = recipe(folder, [{"model": str(folder / "one")}], run=str(folder / "placed"), log={"tensorboard": False})
+    on_ranks(1, logged, [placed])
+
+    def lines(name: str) -> list[dict]:
+        return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+    for name in teachers:
+        assert all(0 <= line["seconds_teacher_wait"] <= line["seconds_teacher"] for line in lines(name))
+        assert sum(line["seconds_teacher_wait"] for line in lines(name)) > 0
+    assert not any("seconds_teacher_wait" in line for line in lines("placed"))
 
 
 def refused(keys: dict) -> str:

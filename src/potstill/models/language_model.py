@@ -73,6 +73,11 @@ class LanguageModel:
             (folder / name).write_text(text, encoding="utf-8")
 
     @property
+    def waited(self) -> float:
+        """Seconds that this process has stood still for other ranks' hidden states."""
+        return 0.0 if self.placed is None else self.placed.waited
+
+    @property
     def ahead(self) -> bool:
         """Whether it is best asked on the thread that prepares the next step."""
         return self.placed is not None and self.placed.ahead

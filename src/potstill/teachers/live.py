@@ -60,8 +60,7 @@ class LiveModel(SignalSource):
 
     @property
     def waited(self) -> float:
-        placed = self.language_model.placed
-        return 0.0 if placed is None else placed.waited
+        return self.language_model.waited
 
     def _begin(self, batch: Batch, asked: Sequence[Asked]) -> Callable[[], Tensor]:
         if self._reader is None:

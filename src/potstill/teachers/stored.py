@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from potstill.cache.manifest import tokenizer_of
-from potstill.cache.origin import TeacherBackend
+from potstill.cache.origin import LiveOrigin, TeacherBackend
 from potstill.cache.reader import CacheReader
 from potstill.cache.reading import chat_kwargs, template_fingerprint
 from potstill.cache.store import Cache
@@ -89,6 +89,10 @@ class CachedSignal(StoredSignal):
 
     def computing(self) -> AbstractContextManager[None]:
         return computing(self._origin)
+
+    @property
+    def waited(self) -> float:
+        return self._origin.teacher.waited if isinstance(self._origin, LiveOrigin) else 0.0
 
     def missing(self, batch: Batch) -> Sequence[int]:
         return self.reader.missing(batch)

@@ -7,11 +7,14 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from potstill.teachers.teacher import Teacher
 
 PHASES = ("data", "teacher", "student", "optimizer")  # what the time of a step goes into
 # The means of the log, by the number of rows that they are over. A step without such rows does not have them, but for those
@@ -47,6 +50,11 @@ def alignment(counts: Mapping[str, int]) -> dict[str, float]:
         "align_bytes": counts["bytes_in_chunks"] / max(1, counts["bytes"]),
         "align_one_to_one": counts["one_to_one"] / max(1, counts["chunks"]),
     }
+
+
+def seconds_waited(teachers: Sequence[Teacher[Any]]) -> float:
+    """For teachers with ranks of their own, since the run began, in this process."""
+    return sum(teacher.waited for teacher in teachers)
 
 
 class Stopwatch:

@@ -20,10 +20,11 @@ from potstill.parallel.mesh import pick_device, ranks
 from potstill.parallel.shard import shard, split
 from potstill.teachers.open import TeacherSet, as_teachers_need, open_teachers
 from potstill.teachers.remote import RemoteOrigin
+from potstill.teachers.teacher import Teacher
 from potstill.training.metrics import reset_peak_memory
 from potstill.training.optimizer import make_optimizers
 from potstill.training.student import StudentLoss
-from potstill.types import PotstillError, Teacher
+from potstill.types import PotstillError
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Parts:
     device: torch.device
     student: LanguageModel
     module: StudentLoss
-    teachers: Sequence[Teacher]
+    teachers: Sequence[Teacher[Any]]
     optimizers: list[Optimizer]
     data: DataConfig  # as the teachers need it
     evaluate: Callable[..., dict[str, Any]]  # may be given when to stop waiting for a teacher

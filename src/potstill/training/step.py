@@ -20,7 +20,8 @@ from potstill.parallel.mesh import ranks, sum_over_ranks
 from potstill.parallel.shard import last_pass
 from potstill.parallel.weights import here
 from potstill.teachers.combine import compute_targets
-from potstill.training.metrics import SUMS, Stopwatch, alignment, means, peak_memory_bytes
+from potstill.teachers.placed import own_ranks
+from potstill.training.metrics import SUMS, Stopwatch, alignment, means, peak_memory_bytes, seconds_waited
 from potstill.training.optimizer import lr_factor, set_lr
 from potstill.training.run import Run
 from potstill.training.setup import Parts
@@ -36,6 +37,7 @@ def optimizer_step(parts: Parts, prepared: PreparedStep, tokens: int, run: Run, 
     kd_scale = run.kd_scale
     scaled = replace(settings, kd_weight=settings.kd_weight * kd_scale)
     teachers = parts.teachers if settings.kd_weight else []  # a teacher without weight is not asked
+    waited = -seconds_waited(parts.teachers)
     sums, counts = _accumulate(parts, prepared, teachers, tokens, scaled, clock)
     with clock.of("optimizer"):
         norm = clip(parts.module, recipe.train.max_grad_norm or math.inf)
@@ -71,6 +73,7 @@ def optimizer_step(parts: Parts, prepared: PreparedStep, tokens: int, run: Run, 
         "tokens": step.counts["supervised_tokens"],
         "tokens_per_second": tokens / sum(seconds.values()),
         **seconds,
+        **({"seconds_teacher_wait": waited + seconds_waited(parts.teachers)} if own_ranks(recipe) else {}),
         "peak_memory_bytes": peak_memory_bytes(parts.device),
     }
 
