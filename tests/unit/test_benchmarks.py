@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import cache_quality  # noqa: E402
 import cross_quality  # noqa: E402
+import scale  # noqa: E402
 from loss_page import page, plot  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "loss.json"
@@ -130,3 +131,16 @@ def ahead(ours, theirs) -> int:
     ]
     assert seconds[0] < seconds[1]
     return compared
+
+
+def test_what_ranks_send_hold_and_wait_for_is_what_was_measured():
+    """The page has the results' tables, its estimate is the one that the script makes, and collectives keep to their bounds."""
+    text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    assert scale.with_tables(text) == text, "run python benchmarks/scale.py --only-docs"
+    found = json.loads(scale.RESULT.read_text(encoding="utf-8"))
+    assert found["estimate"] == scale.estimated()
+    for name, case in found["spread"].items():
+        for kind, bound in scale.bounds(name, case).items():
+            planned = scale.PLANNED if kind == "all-reduce" and "tp" in name else 1.0
+            assert case["bytes"][kind] <= 1.01 * planned * bound, (name, kind)
+    assert all(found["loss_floats"][name]["1.0"] <= 6 for name in ("forward_kl", "reverse_kl"))
