@@ -27,6 +27,9 @@ from typing import Any
 
 MOST = 4
 LAST_WORDS = 20.0  # seconds that the others have once a rank failed: gloo tells them when its group is gone
+MEETING = (
+    400.0  # that ranks wait for each other: on a busy machine one may take minutes to import torch and transformers
+)
 
 
 class RankFailed(AssertionError):
@@ -42,7 +45,7 @@ class _Worker:
 _workers: list[_Worker] = []
 
 
-def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: float = 300.0) -> list[Any]:
+def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: float = 600.0) -> list[Any]:
     """What `work(*arguments)` gives on each of `world` ranks. Nobody's error is lost: that of the lowest rank that failed is
     raised, and processes that died or hang are replaced for the next call."""
     assert 1 <= world <= MOST
@@ -136,7 +139,7 @@ def _serve(pipe: Connection) -> None:
             work, arguments = pickle.loads(message)
             if world > 1:
                 dist.init_process_group(
-                    "gloo", f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+                    "gloo", f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=MEETING)
                 )
             answer = (True, pickle.dumps(work(*arguments)))
         except BaseException:
