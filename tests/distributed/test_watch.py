@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -50,8 +51,11 @@ def test_who_hangs_is_named(tmp_path: Path, culprit: int, how: str) -> None:
     found = on_ranks(3, stepping, tmp_path, culprit, how)
     for rank, said in enumerate(found):
         if rank != culprit:
-            assert said.startswith("step 3: waited ") and said.endswith(
-                f" s for rank {culprit} (train.timeout is 2)"
+            assert re.fullmatch(
+                rf"step 3: waited \d+ s \(train\.timeout is 2\) for rank {culprit} \(process \d+ on "
+                rf"{re.escape(os.uname().nodename)}\): see there what it does .*, or raise train\.timeout; "
+                r"the same command resumes at the last checkpoint",
+                said,
             ), said
 
 
@@ -63,7 +67,7 @@ def test_who_dies_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="its process died"):
         on_ranks(3, stepping, tmp_path, 1, "dies")
     for rank in (0, 2):
-        assert (tmp_path / str(rank)).read_text().startswith("step 3: rank 1 left (")
+        assert re.search(r"step 3: .*\brank 1 \(process \d+ on .* left \(", (tmp_path / str(rank)).read_text())
 
 
 def test_restarts_that_cannot_succeed_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

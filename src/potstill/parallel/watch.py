@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -22,9 +23,12 @@ from torch.distributed import distributed_c10d as c10d
 from potstill.parallel.mesh import Ranks
 from potstill.types import PotstillError
 
-GRACE = 5.0  # seconds in which all who wait notice it
+GRACE = 5.0  # seconds in which all who wait notice that one does not come
+QUIET = 1.0  # … and without news, after which those who can notice that one is dead have done so
 ANSWER = 15.0  # … and in which the store answers, if at all
+RESUMES = "the same command resumes at the last checkpoint"
 FAILED = re.compile(r"gloo|nccl|timed? ?out|connection|broken pipe|socket", re.IGNORECASE)
+PLACE_IN_SOURCE = re.compile(r"^\[[^\]]*\] ")  # of gloo's, at the beginning of what it says
 LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
@@ -39,6 +43,7 @@ class Watch:
     ranks: Ranks
     timeout: float  # seconds to wait for others within a step, once the first is taken
     _waiting: bool = field(default=False, init=False)
+    _first: str = field(default="rank 0", init=False)  # and where that is
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -48,43 +53,74 @@ class Watch:
             return
         began = time.monotonic()
         try:
-            _store().set(f"at/{self.ranks.rank}", str(number))
+            _store().set(f"at/{self.ranks.rank}", f"{number} process {os.getpid()} on {socket.gethostname()}")
             yield
+            if not self._waiting:  # loading, compiling and the first pass differ between ranks by more than that
+                self._waiting, self._first = True, _place(0)
+                for group in list(c10d._world.pg_map):
+                    c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
         except RuntimeError as error:  # torch knows no narrower kind for what gloo says
             if not isinstance(error, dist.DistError) and not FAILED.search(str(error)):
                 raise
             waited = time.monotonic() - began if LATE.search(str(error)) else None
             raise RanksLost(self._explained(number, error, waited)) from error
-        if not self._waiting:  # loading, compiling and the first pass differ between ranks by more than that
-            self._waiting = True
-            for group in list(c10d._world.pg_map):
-                c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
 
     def _explained(self, number: int, error: RuntimeError, waited: float | None) -> str:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        found: list[list[int]] = []
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = PLACE_IN_SOURCE.sub("", line).split(". ")[0].rstrip(".")
+        found: list[list[str]] = []
         # A store behind a cut link may not answer, and cannot be told how long to try.
-        asking = threading.Thread(target=lambda: found.append(self._to_blame(number)), daemon=True)
+        quiet = QUIET if waited is None else GRACE
+        asking = threading.Thread(target=self._ask, args=(number, quiet, found), daemon=True)
         asking.start()
         asking.join(ANSWER)
+        limit = f"train.timeout is {self.timeout:g}"
         if not found:
-            return f"step {number}: rank {self.ranks.rank} lost rank 0, which all ranks meet at ({said})"
+            return (
+                f"step {number}: lost {self._first}, at which all ranks meet ({said}; {limit}): see what it said, "
+                f"whether it hangs, and the network between; {RESUMES}"
+            )
         if not found[0]:
-            return f"step {number}: the ranks lost each other ({said})"
-        who = f"rank{'s' if len(found[0]) > 1 else ''} {', '.join(map(str, found[0]))}"
-        if waited is None:
-            return f"step {number}: {who} left ({said})"
-        return f"step {number}: waited {waited:.0f} s for {who} (train.timeout is {self.timeout:g})"
+            return (
+                f"step {number}: the ranks lost each other ({said}; {limit}): see the network between them; {RESUMES}"
+            )
+        who = ", ".join(found[0])
+        if waited is None:  # who waits for one that waits for the dead one notices when that one leaves
+            left = f"{who} left" if len(found[0]) == 1 else f"of {who} at least one left"
+            return f"step {number}: {left} ({said}): see there what ended it; {RESUMES}"
+        return (
+            f"step {number}: waited {waited:.0f} s ({limit}) for {who}: see there what it does (py-spy dump), and the network "
+            f"between, or raise train.timeout; {RESUMES}"
+        )
 
-    def _to_blame(self, number: int) -> list[int]:
+    def _ask(self, number: int, quiet: float, found: list[list[str]]) -> None:
+        with suppress(RuntimeError):  # the store is gone, and with it rank 0
+            found.append([_place(rank) for rank in self._to_blame(number, quiet)])
+
+    def _to_blame(self, number: int, quiet: float) -> list[int]:
         """Those that are at an earlier step; where there are none, those that did not lose the others."""
         store, everyone = _store(), range(self.ranks.world)
         store.set(f"lost/{self.ranks.rank}", str(number))
-        end = time.monotonic() + GRACE
-        while (silent := [r for r in everyone if not store.check([f"lost/{r}"])]) and time.monotonic() < end:
+        end, news, silent = time.monotonic() + GRACE, time.monotonic(), list(everyone)
+        while silent and time.monotonic() < min(end, news + quiet):
             time.sleep(0.05)
-        at = {rank: int(store.get(f"at/{rank}")) if store.check([f"at/{rank}"]) else -1 for rank in silent}
+            before, silent = silent, [rank for rank in silent if not store.check([f"lost/{rank}"])]
+            news = news if silent == before else time.monotonic()
+        at = {rank: _noted(rank)[0] for rank in silent}
         return [rank for rank in silent if at[rank] < number] or silent
+
+
+def _noted(rank: int) -> tuple[int, str]:
+    """The step a rank is at, and where that rank is."""
+    if not _store().check([f"at/{rank}"]):
+        return -1, ""
+    step, _, place = _store().get(f"at/{rank}").decode().partition(" ")
+    return int(step), place
+
+
+def _place(rank: int) -> str:
+    place = _noted(rank)[1]
+    return f"rank {rank} ({place})" if place else f"rank {rank}"
 
 
 def _store() -> Any:

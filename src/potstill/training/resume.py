@@ -16,7 +16,7 @@ from potstill.config.recipe import changed_keys, load_recipe, recipe_yaml
 from potstill.data import check_there, count_left
 from potstill.files import json_lines, lock, remove_unfinished, write_text
 from potstill.parallel.agree import first_alone, together
-from potstill.parallel.markers import Markers
+from potstill.parallel.markers import Markers, restarted
 from potstill.parallel.mesh import ranks
 from potstill.training.checkpoint import Checkpoints
 from potstill.training.feed import count_steps
@@ -28,6 +28,7 @@ from potstill.types import PotstillError
 
 RECIPE = "recipe.yaml"
 SHARED_SECONDS = 60.0  # that a network file system may take to show a file to other hosts
+LEAVING = 60.0  # … that a rank may take to end, once train.timeout is over
 OTHER_FOLDER = "run= of a recipe, --out of the quickstart"
 # What may differ when a run is resumed: it does not change the steps already taken.
 MAY_CHANGE = re.compile(
@@ -55,7 +56,8 @@ def _opened(recipe: Recipe, folder: Path, checkpoints: Checkpoints) -> tuple[Rec
         recipe = _as_begun(recipe, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _lock(folder)
+        # On a host that was cut off, the first rank of before lives until it has noticed.
+        _lock(folder, recipe.train.timeout + LEAVING if restarted() else 0.0, checkpoints.warn)
         for name in (RECIPE, METRICS, EVALS):  # which only the holder of the lock writes
             remove_unfinished(folder, f"*-{name}")
         checkpoints.prepare()
@@ -104,16 +106,19 @@ def _as_begun(recipe: Recipe, folder: Path) -> Recipe:
     return recipe
 
 
-def _lock(folder: Path) -> None:
-    path = (folder / ".lock").resolve()
-    if path in _locks:
-        return
-    try:
-        _locks[path] = lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise PotstillError(
-            f"another process is training in {folder}: wait for it, or choose another folder ({OTHER_FOLDER})"
-        ) from None
+def _lock(folder: Path, patience: float, warn: Callable[[str], None]) -> None:
+    """`patience`: seconds in which who has the lock may end."""
+    path, end = (folder / ".lock").resolve(), time.monotonic() + patience
+    while path not in _locks:
+        try:
+            _locks[path] = lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise PotstillError(
+                    f"another process is training in {folder}: wait for it, or choose another folder ({OTHER_FOLDER})"
+                ) from None
+            warn(f"waiting for the process to end that was training in {folder}")
+            time.sleep(0.1)
 
 
 def resume(parts: Parts, checkpoints: Checkpoints, console: Console) -> Run:
