@@ -320,6 +320,9 @@ def main() -> None:
             _say(str(error))
         elif not error.shared:  # what all ranks met is said by the first
             _say(f"rank {rank()}: {error}")
+        if error.at_once:
+            sys.stdout.flush()
+            os._exit(1)
         sys.exit(1)
     except Unforeseen as error:
         cause = error.__cause__

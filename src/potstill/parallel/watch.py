@@ -35,6 +35,8 @@ LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 class RanksLost(PotstillError):
     """Nobody's mistake: beginning anew at the last checkpoint may mend it."""
 
+    at_once = True  # threads that wait for the lost ones would hold up the end
+
 
 @dataclass
 class Watch:
@@ -62,16 +64,14 @@ class Watch:
         except RuntimeError as error:  # torch knows no narrower kind for what gloo says
             if not isinstance(error, dist.DistError) and not FAILED.search(str(error)):
                 raise
-            waited = time.monotonic() - began if LATE.search(str(error)) else None
-            raise RanksLost(self._explained(number, error, waited)) from error
+            raise RanksLost(self._explained(number, error, time.monotonic() - began)) from error
 
-    def _explained(self, number: int, error: RuntimeError, waited: float | None) -> str:
+    def _explained(self, number: int, error: RuntimeError, waited: float) -> str:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         said = PLACE_IN_SOURCE.sub("", line).split(". ")[0].rstrip(".")
-        found: list[list[str]] = []
+        found: list[tuple[list[str], bool]] = []
         # A store behind a cut link may not answer, and cannot be told how long to try.
-        quiet = QUIET if waited is None else GRACE
-        asking = threading.Thread(target=self._ask, args=(number, quiet, found), daemon=True)
+        asking = threading.Thread(target=self._ask, args=(number, bool(LATE.search(line)), found), daemon=True)
         asking.start()
         asking.join(ANSWER)
         limit = f"train.timeout is {self.timeout:g}"
@@ -80,34 +80,38 @@ class Watch:
                 f"step {number}: lost {self._first}, at which all ranks meet ({said}; {limit}): see what it said, "
                 f"whether it hangs, and the network between; {RESUMES}"
             )
-        if not found[0]:
+        places, late = found[0]
+        if not places:
             return (
                 f"step {number}: the ranks lost each other ({said}; {limit}): see the network between them; {RESUMES}"
             )
-        who = ", ".join(found[0])
-        if waited is None:  # who waits for one that waits for the dead one notices when that one leaves
-            left = f"{who} left" if len(found[0]) == 1 else f"of {who} at least one left"
+        who = ", ".join(places)
+        if not late:  # who waits for one that waits for the dead one notices when that one leaves
+            left = f"{who} left" if len(places) == 1 else f"of {who} at least one left"
             return f"step {number}: {left} ({said}): see there what ended it; {RESUMES}"
         return (
             f"step {number}: waited {waited:.0f} s ({limit}) for {who}: see there what it does (py-spy dump), and the network "
             f"between, or raise train.timeout; {RESUMES}"
         )
 
-    def _ask(self, number: int, quiet: float, found: list[list[str]]) -> None:
+    def _ask(self, number: int, late: bool, found: list[tuple[list[str], bool]]) -> None:
         with suppress(RuntimeError):  # the store is gone, and with it rank 0
-            found.append([_place(rank) for rank in self._to_blame(number, quiet)])
+            silent, late = self._silent(late)
+            at = {rank: _noted(rank)[0] for rank in silent}
+            found.append(([_place(rank) for rank in silent if at[rank] < number] or [*map(_place, silent)], late))
 
-    def _to_blame(self, number: int, quiet: float) -> list[int]:
-        """Those that are at an earlier step; where there are none, those that did not lose the others."""
-        store, everyone = _store(), range(self.ranks.world)
-        store.set(f"lost/{self.ranks.rank}", str(number))
-        end, news, silent = time.monotonic() + GRACE, time.monotonic(), list(everyone)
-        while silent and time.monotonic() < min(end, news + quiet):
+    def _silent(self, late: bool) -> tuple[list[int], bool]:
+        """Those that did not lose the others; and whether anybody waited in vain: to the others, who did is gone."""
+        store, silent = _store(), [*range(self.ranks.world)]
+        store.set(f"lost/{self.ranks.rank}", "late" if late else "")
+        began = news = time.monotonic()
+        while silent and time.monotonic() < min(began + GRACE, news + (GRACE if late else QUIET)):
             time.sleep(0.05)
-            before, silent = silent, [rank for rank in silent if not store.check([f"lost/{rank}"])]
-            news = news if silent == before else time.monotonic()
-        at = {rank: _noted(rank)[0] for rank in silent}
-        return [rank for rank in silent if at[rank] < number] or silent
+            heard = [rank for rank in silent if store.check([f"lost/{rank}"])]
+            late = late or any(store.get(f"lost/{rank}") == b"late" for rank in heard)
+            silent = [rank for rank in silent if rank not in heard]
+            news = time.monotonic() if heard else news
+        return silent, late
 
 
 def _noted(rank: int) -> tuple[int, str]:
