@@ -103,7 +103,7 @@ class Watch:
     def _silent(self, late: bool) -> tuple[list[int], bool]:
         """Those that did not lose the others; and whether anybody waited in vain: to the others, who did is gone."""
         store, silent = _store(), [*range(self.ranks.world)]
-        store.set(f"lost/{self.ranks.rank}", "late" if late else "")
+        store.set(f"lost/{self.ranks.rank}", "late" if late else "gone")
         began = news = time.monotonic()
         while silent and time.monotonic() < min(began + GRACE, news + (GRACE if late else QUIET)):
             time.sleep(0.05)
