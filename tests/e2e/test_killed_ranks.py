@@ -14,7 +14,7 @@ from tiny_runs import TinyRuns, metrics
 
 from potstill.files import damage
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]  # minutes become many on a busy machine
 FOUR = ("--standalone", "--nproc-per-node", "4")
 MOST = 6  # steps that the run comes forward between two kills
 
