@@ -15,6 +15,8 @@ def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool =
     that is near its teacher has still to learn: at a KL of 0.006 a quarter of the gradient would be rounding."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if out is None:
+        if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+            return a.to(wide) @ b.to(wide)
         out = a.new_empty(a.shape[0], b.shape[1], dtype=wide)
     if a.dtype == out.dtype:
         return out.addmm_(a, b) if add else torch.mm(a, b, out=out)

@@ -15,6 +15,7 @@ from potstill.losses import (
     compare_rows,
     fused_linear_kd,
 )
+from potstill.types import Head
 
 
 def naive_divergence(name, logp, logq, beta, alpha):
@@ -240,6 +241,17 @@ def test_bfloat16_gradients_of_a_student_near_its_teacher(divergence, noise, lea
                 assert least < float(out.kd.mean()) < most
         for exact, rounded in zip(*found.values(), strict=True):
             assert float((rounded - exact).norm() / exact.norm()) < 0.005, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_a_head_can_be_learnt_from(dtype):
+    hidden, weight = (torch.randn(n, 8).to(dtype).requires_grad_() for n in (5, 11))
+    logits = Head(weight).logits(hidden)
+    logits.sum().backward()
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(hidden.grad, weight.detach().float().sum(0).expand(5, 8).to(dtype))
+    with torch.no_grad():
+        torch.testing.assert_close(Head(weight).logits(hidden), logits.detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_is_computed_in_float32():
