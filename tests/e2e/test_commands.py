@@ -271,6 +271,13 @@ def test_advice_names_packages_that_can_be_installed(extra: str) -> None:
     assert not [source for source in sources if f"potstill[{extra}]" in source]
 
 
+def test_the_quickstart_is_of_one_process(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = command("quickstart", "--out", tmp_path / "out")
+    assert said.code == 1 and "the quickstart runs in one process, and this is one of 2" in " ".join(said.err.split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_help_and_a_mistake_in_a_recipe_need_no_torch() -> None:
     """They are there at once: importing torch and transformers takes seconds."""
     code = """

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from potstill.config import Recipe
 from potstill.config.recipe import load_recipe
-from potstill.parallel.mesh import refuse_many_processes
+from potstill.errors import PotstillError
+from potstill.parallel.mesh import processes
 from potstill.report import write_report
 from potstill.shipped import locate
 from potstill.training.loop import train
@@ -24,7 +25,11 @@ OTHER_TOKENIZER = ["student.tokenizer=shipped:tokenizers/pieces-1k", "loss.ce_we
 def quickstart(out: Path, seed: int = 0, steps: int = 400) -> dict[str, dict[str, Any]]:
     """Train the same student on the text alone and from the teacher, and one with another tokenizer from the same teacher; give
     the evaluations by name."""
-    refuse_many_processes()
+    if processes() != 1:  # each would run it alone, and all but one be locked out of its folder
+        raise PotstillError(
+            f"the quickstart runs in one process, and this is one of {processes()} (WORLD_SIZE): start it without torchrun; "
+            "`potstill train` runs in many"
+        )
     console = Console(soft_wrap=True)
     torch.set_num_threads(1)  # models this small gain nothing from more, and lose much where cores are shared
     console.print(

@@ -106,13 +106,13 @@ def load_hollow(
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     with loading(name, key, "model"), torch.device("meta"):
         known = AutoConfig.from_pretrained(locate(name), **origin)
-        options = {"trust_remote_code": config.trust_remote_code, **_computed(dtype, config.attn_implementation)}
+        options = {"trust_remote_code": config.trust_remote_code, **_load_options(dtype, config.attn_implementation)}
         model = _loader(known, known.architectures or []).from_config(known, **options)
     return model.eval().requires_grad_(False), load_tokenizer(name, key, config.revision, config.trust_remote_code)
 
 
-def _computed(dtype: torch.dtype | str, attn: str | None) -> dict[str, Any]:
-    """How a model computes. The product over all experts at once knows no float64."""
+def _load_options(dtype: torch.dtype | str, attn: str | None) -> dict[str, Any]:
+    """In what a model computes, and by what. The product over all experts at once knows no float64."""
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     return {"dtype": dtype, **experts, **({"attn_implementation": attn} if attn else {})}
 
@@ -154,7 +154,7 @@ def _other_parts(model: PreTrainedModel) -> list[str]:
 
 def _pretrained(name: str, where: str, config: StudentConfig | TeacherConfig, **options: Any) -> PreTrainedModel:
     refuse_damaged(name, where)
-    options |= _computed(options["dtype"], config.attn_implementation)
+    options |= _load_options(options["dtype"], config.attn_implementation)
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     with loading(name, where, "model"):
         known = AutoConfig.from_pretrained(locate(name), **origin)
@@ -208,7 +208,7 @@ def _fresh(
         else:
             keys = {**filled, **keys}
         config = AutoConfig.for_model(kind, **keys)
-        return _loader(config, alone).from_config(config, **_computed(dtype, attn))
+        return _loader(config, alone).from_config(config, **_load_options(dtype, attn))
     except Exception as error:  # the values reach the code of each architecture, which may raise anything
         raise PotstillError(f"student.config: transformers makes no {kind} model of it ({reason(error)})") from error
 

@@ -200,15 +200,6 @@ def count_over_ranks(count: int) -> int:
     return int(sum_over_ranks(torch.tensor(count))) if ranks().sums.group is not None else count
 
 
-def refuse_many_processes() -> None:
-    """Of the quickstart: each would run it alone, and all but one be locked out of its folder."""
-    if processes() != 1:
-        raise PotstillError(
-            f"the quickstart runs in one process, and this is one of {processes()} (WORLD_SIZE): start it without torchrun; "
-            "`potstill train` runs in many"
-        )
-
-
 def pick_device(name: str) -> torch.device:
     """`auto`: cuda, mps or cpu, whichever there is; of several GPUs the one that torchrun's LOCAL_RANK says."""
     if name != "auto":

@@ -15,6 +15,7 @@ from potstill.losses import (
     compare_rows,
     fused_linear_kd,
 )
+from potstill.products import wide_product, widens
 from potstill.types import Head
 
 
@@ -252,6 +253,15 @@ def test_logits_of_a_head_can_be_learnt_from(dtype):
     torch.testing.assert_close(hidden.grad, weight.detach().float().sum(0).expand(5, 8).to(dtype))
     with torch.no_grad():
         torch.testing.assert_close(Head(weight).logits(hidden), logits.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_device_that_widens_is_asked_to():
+    """Of meta tensors, which have the operators of a GPU and no numbers: shapes and dtypes."""
+    assert widens("meta") and not widens("cpu")
+    a, b = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((5, 8), (8, 11)))
+    out = torch.empty(5, 11, device="meta")
+    for found in (wide_product(a, b), wide_product(a, b, out), wide_product(a, b, out, add=True)):
+        assert found.shape == (5, 11) and found.dtype == torch.float32
 
 
 def test_bfloat16_is_computed_in_float32():
