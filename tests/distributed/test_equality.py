@@ -133,3 +133,13 @@ def test_every_way_equals_one_process(folder: Path, case: tuple[str, ...], reque
     losses, weights = run(folder, case, teacher)
     limit = 1e-6 if case[2] in ROUNDED else 1e-8
     assert losses < limit and weights < (10 * limit if case[2] in ROUNDED else limit), (losses, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["off-policy", "mixed"])
+def test_ranks_with_a_budget_of_tokens_equal_one_process_with_fixed_rows(folder: Path, text: str) -> None:
+    """Two ranks make equally many passes of at most 100 positions, however many rows there are in each."""
+    changes = {"data": {"packing": False}, "rollouts": ROLLOUTS[text]}
+    filled = {"train": {"tokens_per_micro_batch": 100, "micro_batch_size": None}}
+    losses, weights = compare(folder, f"tokens-{text}", 2, changes, filled)
+    assert losses < 1e-8 and weights < 1e-8, (losses, weights)

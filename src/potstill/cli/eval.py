@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ from potstill.teachers.open import open_live
 from potstill.teachers.remote import RemoteOrigin, open_server
 from potstill.teachers.teacher import Teacher
 from potstill.types import Batch, PotstillError
+
+Opened = Teacher[LiveModel] | RemoteOrigin | Path | None  # a model, a server, the folder of a cache
 
 
 def evaluate_model(
@@ -52,24 +54,9 @@ def evaluate_model(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | ({"dtype": dtype} if dtype else {})
     student = load_student(StudentConfig(model=model, revision=revision, **options), place, seed=0, key="MODEL")
     opened = None if teacher is None else _opened(teacher, student, options, token_env, place)
-    models = {model: student} | ({opened.name: opened.source.language_model} if isinstance(opened, Teacher) else {})
-    readers: list[LanguageModel | RemoteOrigin] = [
-        *models.values(),
-        *([opened] if isinstance(opened, RemoteOrigin) else []),
-    ]
-    if max_length is None:
-        length = min([1024, *(reader.positions for reader in readers if reader.positions)])
-        data = data.model_copy(update={"max_length": length})
-    for who, language_model in models.items():
-        check_fit(data, "--data", who, language_model)
-    if isinstance(opened, Path):
-        sizes: dict[str, Any] = {"batch_size": batch_size, "limit": examples}
-        reference = in_cache(opened, student, data, **sizes, where="--teacher", key="--data")
-    elif isinstance(opened, RemoteOrigin):
-        config = TeacherConfig(server=teacher)
-        reference = behind_server(config, opened, student, data, "--teacher", "--data", exact=True)
-    else:
-        reference = Reference(opened)
+    data = _fitting(data, max_length, {model: student}, opened)
+    sizes = {"batch_size": batch_size, "limit": examples}
+    reference = _reference(opened, teacher, student, data, sizes)
     if reference.note:
         console.print(reference.note, style="yellow", highlight=False, markup=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -86,7 +73,7 @@ def evaluate_model(
 
 def _opened(
     teacher: str, student: LanguageModel, options: dict[str, Any], token_env: str | None, device: torch.device
-) -> Teacher[LiveModel] | RemoteOrigin | Path:
+) -> Opened:
     """A model, a server, or the folder of a cache."""
     if teacher.startswith(("http://", "https://")):
         keys = {"server": teacher, "trust_remote_code": options["trust_remote_code"]}  # the dtype is the server's own
@@ -97,6 +84,32 @@ def _opened(
     if (Path(teacher) / MANIFEST).exists():
         return Path(teacher)
     return open_live(TeacherConfig(model=teacher, **options), student, device, "--teacher", "--teacher")
+
+
+def _fitting(
+    data: DataConfig, max_length: int | None, models: Mapping[str, LanguageModel], opened: Opened
+) -> DataConfig:
+    """With sequences that every reader can take, unless their length was chosen; refused where one cannot."""
+    if isinstance(opened, Teacher):
+        models = {**models, opened.name: opened.source.language_model}
+    if max_length is None:
+        limits = [language_model.positions for language_model in models.values()]
+        limits += [opened.positions] if isinstance(opened, RemoteOrigin) else []
+        length = min([1024, *filter(None, limits)])
+        data = data.model_copy(update={"max_length": length})
+    for who, language_model in models.items():
+        check_fit(data, "--data", who, language_model)
+    return data
+
+
+def _reference(
+    opened: Opened, teacher: str | None, student: LanguageModel, data: DataConfig, sizes: Mapping[str, Any]
+) -> Reference:
+    if isinstance(opened, Path):
+        return in_cache(opened, student, data, **sizes, where="--teacher", key="--data")
+    if isinstance(opened, RemoteOrigin):
+        return behind_server(TeacherConfig(server=teacher), opened, student, data, "--teacher", "--data", exact=True)
+    return Reference(opened)
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

@@ -92,6 +92,12 @@ class Recipe(Section):
                 yield f"teachers[{index}].cache is the run's own folder ({self.run}): give one of them another"
         if self.train.epochs is not None and any(s.weight is not None for s in self.data.sources):
             yield "train.epochs reads every source whole, so weights have no meaning: use train.steps"
+        tokens, longest = self.train.tokens_per_micro_batch, self.data.max_length
+        if tokens is not None and tokens < longest:
+            yield (
+                f"train.tokens_per_micro_batch {tokens} has no room for a row of data.max_length {longest}: raise it to "
+                f"{longest} at least, or lower data.max_length"
+            )
         if self.ce_weight == 0 and (not self.teachers or self.loss.kd_weight == 0):
             why = "loss.kd_weight is 0" if self.teachers else "there is no teacher"
             yield f"{why} and loss.ce_weight is 0: nothing to learn from"

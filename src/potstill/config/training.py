@@ -118,6 +118,11 @@ class TrainConfig(Section):
     micro_batch_size: Positive | None = key(
         None, "rows per forward pass of one process; default: batch_size ÷ the data-parallel processes"
     )
+    tokens_per_micro_batch: Positive | None = key(
+        None,
+        "tokens per forward pass of one process, padding included: as many rows of like length as fit; this or "
+        "micro_batch_size, and at least data.max_length",
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     max_grad_norm: float | None = key(1.0, "largest gradient norm; null: no clipping", gt=0)
@@ -134,6 +139,10 @@ class TrainConfig(Section):
     def _length(self) -> TrainConfig:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of steps and epochs (to replace one by the other, set it to null)")
+        if self.micro_batch_size is not None and self.tokens_per_micro_batch is not None:
+            raise ValueError(
+                "give micro_batch_size or tokens_per_micro_batch, not both (to replace one, set it to null)"
+            )
         return self
 
     def fading_repeat(self) -> Schedule:

@@ -12,20 +12,27 @@ from dataclasses import dataclass
 from potstill.data.layout import collate
 from potstill.types import Batch, Example
 
+PASS_COST = 1 / 8  # of a pass by itself, as a share of the tokens that one may have
+FURTHER_PASSES = 3  # that are tried
+
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the ranks among which rows are dealt this is, and how many rows a pass of one rank has at most."""
+    """Which of the ranks among which rows are dealt this is, and how many rows a pass of one rank has at most; or, with
+    `tokens`, how many positions, padding included."""
 
     micro_batch_size: int
     index: int = 0
     size: int = 1
+    tokens: int | None = None
 
 
 def deal(lengths: Sequence[int], share: Share) -> list[list[list[int]]]:
     """The rows of each rank in each of its passes: passes × ranks × rows. One rank takes them in their order. Several take them
     longest first, each into the lightest bin that has room; ranks of one pass then have bins of like weight."""
     micro, count = share.micro_batch_size, len(lengths)
+    if share.tokens is not None:
+        return _by_tokens(lengths, share.size, share.tokens)
     if share.size == 1:
         return [[list(range(i, min(i + micro, count)))] for i in range(0, count, micro)]
     passes = -(-count // (micro * share.size))
@@ -40,6 +47,43 @@ def deal(lengths: Sequence[int], share: Share) -> list[list[list[int]]]:
     return [[sorted(bins[i]) for i in order[p * share.size : (p + 1) * share.size]] for p in range(passes)]
 
 
+def _by_tokens(lengths: Sequence[int], size: int, tokens: int) -> list[list[list[int]]]:
+    """As `deal`, in about as few passes as bins of `tokens` positions allow: a further pass is made where it saves more padding
+    than it costs. Rows lie beside others of like length."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    fewest = -(-len(_filled(order, lengths, tokens)) // size)
+    plans = [_evened(order, lengths, passes * size, tokens) for passes in range(fewest, fewest + FURTHER_PASSES + 1)]
+    dealt = [[bins[i : i + size] for i in range(0, len(bins), size)] for bins in plans]
+    return min(
+        dealt, key=lambda passes: sum(_positions(lengths, by_rank[0]) + tokens * PASS_COST for by_rank in passes)
+    )
+
+
+def _evened(order: Sequence[int], lengths: Sequence[int], count: int, tokens: int) -> list[list[int]]:
+    """So many bins, the fullest first, none fuller than there must be one."""
+    low, high = lengths[order[0]] if order else 0, tokens
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_filled(order, lengths, middle)) <= count else (middle + 1, high)
+    bins = sorted(_filled(order, lengths, low), key=lambda some: -_positions(lengths, some))
+    return bins + [[] for _ in range(count - len(bins))]
+
+
+def _filled(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """The fewest bins of so many positions, from rows that come longest first."""
+    bins: list[list[int]] = []
+    for row in order:
+        if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= tokens:
+            bins[-1].append(row)
+        else:
+            bins.append([row])
+    return bins
+
+
+def _positions(lengths: Sequence[int], some: Sequence[int]) -> int:
+    return len(some) * max((lengths[i] for i in some), default=0)
+
+
 def dealt(rows: Sequence[Sequence[Example]], share: Share, pad_id: int) -> tuple[Batch, ...]:
     """This rank's micro-batches of a step."""
     passes = deal([sum(len(example.ids) for example in row) for row in rows], share)
@@ -49,5 +93,5 @@ def dealt(rows: Sequence[Sequence[Example]], share: Share, pad_id: int) -> tuple
 
 def padding(lengths: Sequence[int], share: Share) -> int:
     """Positions of a step without a token, over all ranks."""
-    bins = (some for by_rank in deal(lengths, share) for some in by_rank if some)
-    return sum(len(some) * max(lengths[i] for i in some) - sum(lengths[i] for i in some) for some in bins)
+    bins = (some for by_rank in deal(lengths, share) for some in by_rank)
+    return sum(_positions(lengths, some) for some in bins) - sum(lengths)

@@ -70,8 +70,9 @@ class StepBatches:
 
     `epochs=None` goes round without end; with epochs the last step batch may be smaller. `limit` ends after so many
     examples. A reader that must not stand still between groups wants them `Prefetched(steps, steps.group_steps)`.
-    What lies in a step batch does not depend on `micro_batch_size`, nor on among how many ranks it is dealt (`rank`: which this
-    is, of how many): each is given its own micro-batches. `key` names the section of the recipe in messages.
+    What lies in a step batch does not depend on `micro_batch_size` (or `tokens_per_micro_batch`, in its place), nor on among
+    how many ranks it is dealt (`rank`: which this is, of how many): each is given its own micro-batches. `key` names the
+    section of the recipe in messages.
     `evaluation` scores all of a text and only the text, without eos; it has no state to begin again from. A `state` of
     sources that have changed since is refused unless `changed_data_ok`.
     """
@@ -91,8 +92,10 @@ class StepBatches:
         evaluation: bool = False,
         changed_data_ok: bool = False,
         rank: tuple[int, int] = (0, 1),
+        tokens_per_micro_batch: int | None = None,
     ) -> None:
-        self._data, self._batch_size, self._share = data, batch_size, Share(micro_batch_size, *rank)
+        self._data, self._batch_size = data, batch_size
+        self._share = Share(micro_batch_size, *rank, tokens_per_micro_batch)
         self._seed, self._limit, self._key = seed, limit, key
         self._pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         self.group_steps = max(1, min(GROUP_STEPS, GROUP_TOKENS // (batch_size * data.max_length)))

@@ -263,8 +263,13 @@ def _own(passes: Iterable[Sequence[PackedRows]], layout: Layout) -> tuple[Batch,
 
 def _passes(examples: Sequence[Example], layout: Layout) -> Iterator[list[PackedRows]]:
     """The rows of every rank, pass by pass: longest first. With packing short texts share rows no longer than the longest of
-    their batch."""
+    their batch; where passes are filled by tokens, of the step."""
     order = sorted(examples, key=lambda example: -len(example.ids))
+    if layout.share.tokens is not None:
+        rows = _packed(order, layout.packing)
+        for by_rank in deal([sum(len(example.ids) for example in row) for row in rows], layout.share):
+            yield [[rows[j] for j in some] for some in by_rank]
+        return
     size = layout.share.micro_batch_size * layout.share.size
     for i in range(0, len(order), size):
         lengths = [len(example.ids) for example in order[i : i + size]]

@@ -44,8 +44,9 @@ def _open_rollouts(parts: Parts, run: Run) -> Buffer:
     recipe, state, writer = parts.recipe, run.data, parts.writer
     sampling = recipe.rollouts.sampling
     pad, here = parts.student.tokenizer.pad_token_id, ranks()
-    share = Share(recipe.train.micro(here.dp.size), here.dp.index, here.dp.size)
-    layout = Layout(recipe.train.batch_size, share, 0 if pad is None else int(pad), recipe.data.packing)
+    train = recipe.train
+    share = Share(train.micro(here.dp.size), here.dp.index, here.dp.size, train.tokens_per_micro_batch)
+    layout = Layout(train.batch_size, share, 0 if pad is None else int(pad), recipe.data.packing)
     _check_state(recipe, layout, state)
     engines = open_engines(parts, run)
     return Buffer(

@@ -55,6 +55,7 @@ class Parts:
             self.student.tokenizer,
             batch_size=train.batch_size,
             micro_batch_size=train.micro(here.size),
+            tokens_per_micro_batch=train.tokens_per_micro_batch,
             rank=(here.index, here.size),
             seed=train.seed,
             epochs=train.epochs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from potstill.data.dealing import Share, deal, dealt, padding
+from potstill.data.dealing import FURTHER_PASSES, Share, deal, dealt, padding
 from potstill.types import Example
 
 
@@ -56,3 +56,50 @@ def test_padding_is_that_of_all_ranks() -> None:
         made = [dealt(rows, Share(micro, rank, size), 0) for rank in range(size)]
         positions = sum(batch.input_ids.numel() for batches in made for batch in batches if batch.examples)
         assert padding(lengths, share) == positions - sum(lengths)
+
+
+def by_tokens(tokens: int, index: int = 0, size: int = 1) -> Share:
+    return Share(1, index, size, tokens)
+
+
+@pytest.mark.parametrize(("rows", "tokens", "size"), [(1, 99, 1), (8, 100, 1), (64, 160, 1), (64, 160, 4), (5, 400, 3)])
+def test_passes_by_tokens_hold_every_row_once_and_no_more_than_fits(rows: int, tokens: int, size: int) -> None:
+    lengths = np.random.default_rng(rows).integers(1, 99, rows).tolist()
+    passes = deal(lengths, by_tokens(tokens, 0, size))
+    assert all(len(by_rank) == size for by_rank in passes)
+    bins = [some for by_rank in passes for some in by_rank]
+    assert sorted(row for some in bins for row in some) == list(range(rows))
+    assert all(len(some) * max(lengths[i] for i in some) <= tokens for some in bins if some)
+    fewest = -(-fewest_bins(lengths, tokens) // size)
+    assert fewest <= len(passes) <= fewest + FURTHER_PASSES
+    assert sum(map(bool, bins)) >= (len(passes) - 1) * size + 1, "no pass is empty"
+
+
+def fewest_bins(lengths: list[int], tokens: int) -> int:
+    """By trying all of them: sorted rows are cut into runs, for a bin of like lengths is never worse."""
+    ordered = sorted(lengths, reverse=True)
+    fewest = [0]  # of the first so many rows
+    for end in range(1, len(ordered) + 1):
+        fits = (begin for begin in range(end) if (end - begin) * ordered[begin] <= tokens)
+        fewest.append(1 + min(fewest[begin] for begin in fits))
+    return fewest[-1]
+
+
+def test_passes_by_tokens_have_rows_of_like_length() -> None:
+    lengths = [10, 90, 10, 45, 10, 10, 45, 10]
+    assert deal(lengths, by_tokens(90)) == [[[1]], [[3, 6]], [[0, 2, 4, 5, 7]]]
+    assert padding(lengths, by_tokens(90)) == 0
+    assert padding(lengths, Share(3)) == 2 * 80 + 2 * 35 + 35
+
+
+def test_a_further_pass_is_made_where_it_saves_padding() -> None:
+    lengths = [60, 33, 31, 12, 9, 8, 7, 5, 4]
+    assert deal(lengths, by_tokens(600)) == [[[0, 1, 2]], [[3, 4, 5, 6, 7, 8]]]  # 180 + 72 positions, not 540
+    assert deal([60, 58, 55], by_tokens(600)) == [[[0, 1, 2]]]
+
+
+def test_ranks_share_what_one_pass_can_hold() -> None:
+    """Eight rows fit into one rank's pass; two ranks make it half as long."""
+    assert deal([10] * 8, by_tokens(80)) == [[list(range(8))]]
+    assert deal([10] * 8, by_tokens(80, 0, 2)) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    assert deal([10], by_tokens(80, 0, 2)) == [[[0], []]]

@@ -166,6 +166,21 @@ def test_micro_batches_only_divide_a_step(tmp_path: Path, packing: bool) -> None
 
 
 @pytest.mark.parametrize("packing", [True, False])
+def test_a_budget_of_tokens_divides_the_same_steps_with_less_padding(tmp_path: Path, packing: bool) -> None:
+    """Texts of 3 to 90 tokens in the order they come: a fixed number of rows is padded to whatever lies beside them."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * (3 + 29 * i % 87)} for i in range(90)])
+    data = DataConfig(sources=[{"files": path}], max_length=96, packing=packing)
+    fixed = list(steps(data, batch_size=32, micro_batch_size=4))
+    filled = list(steps(data, batch_size=32, micro_batch_size=4, tokens_per_micro_batch=4 * 96))
+    assert [sorted(texts(step)) for step in filled] == [sorted(texts(step)) for step in fixed]
+    assert all(b.input_ids.numel() <= 4 * 96 for step in filled for b in step.batches)
+    passes, before = (sum(len(step.batches) for step in found) for found in (filled, fixed))
+    padding, padded = (found[-1].counts["padding_tokens"] for found in (filled, fixed))
+    assert passes < before
+    assert padding <= padded if packing else padding < padded / 2
+
+
+@pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_epochs_cover_every_example_once_each(tmp_path: Path, packing: bool, shuffle: bool) -> None:
     first = write_jsonl(tmp_path / "a.jsonl", documents(36, "a"))
