@@ -72,7 +72,7 @@ RACES = {
 }
 # What a test file that is in the table, and only such a one, reaches for
 RACING = re.compile(
-    r"^import (?:signal|socket|threading|multiprocessing)|^from (?:served|threaded|processes\w*|concurrent\.\w+) |Popen\(",
+    r"^import (?:signal|socket|threading|multiprocessing)|^from (?:served|threaded|warm|processes\w*|concurrent\.\w+) |Popen\(",
     re.MULTILINE,
 )
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+
+from warm import Command
 
 PATIENCE = 300.0  # seconds; nothing here takes so long on a machine with other work to do
 
@@ -18,21 +16,14 @@ class Process:
 
     def __init__(self, recipe: Path, run: Path) -> None:
         self.run = run
-        line = [sys.executable, "-m", "potstill", "train", str(recipe)]
-        self._log = run.with_name(f"{run.name}.log")
-        with self._log.open("w") as out:
-            self._process = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT)
+        self._command = Command("train", recipe, log=run.with_name(f"{run.name}.log"))
 
     def said(self) -> str:
-        return self._log.read_text()
+        return self._command.said()
 
     def wait_for(self, what: Callable[[], bool]) -> None:
-        """Until it is so: looked at every millisecond, so that the moments are as many as the machine is uneven."""
-        deadline = time.monotonic() + PATIENCE
-        while not what():
-            assert self._process.poll() is None, f"the run ended too early:\n{self.said()}"
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        """Until it is so."""
+        assert self._command.wait_for(what, PATIENCE), f"the run ended too early, or took too long:\n{self.said()}"
 
     def steps(self) -> int:
         path = self.run / "metrics.jsonl"
@@ -42,8 +33,7 @@ class Process:
         """Stopped in the middle of writing a checkpoint. Looked at again once stopped: it may just have been renamed."""
         if not self._unfinished():
             return False
-        self.send(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        self._command.stop()
         if not self._unfinished():
             self.send(signal.SIGCONT)
             return False
@@ -53,9 +43,8 @@ class Process:
         return any((self.run / "checkpoints").glob(".unfinished-step-*"))
 
     def send(self, number: int) -> None:
-        self._process.send_signal(number)
+        self._command.send(number)
 
     def end(self) -> tuple[int, str]:
         """Exit code and all it said."""
-        self._process.wait(PATIENCE)
-        return self._process.returncode, self.said()
+        return self._command.wait(PATIENCE), self.said()

@@ -19,11 +19,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from warm import warm_context
 
 MOST = 4
 LAST_WORDS = 20.0  # seconds that the others have once a rank failed: gloo tells them when its group is gone
@@ -67,7 +68,7 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: flo
 
 
 def _start(world: int) -> None:
-    context = get_context("spawn")
+    context = warm_context()
     while len(_workers) < world:
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
