@@ -9,6 +9,7 @@ many ranks, and torchrun's environment; so `potstill.parallel.mesh.world` finds 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import pickle
 import shutil
@@ -89,7 +90,9 @@ def _answers(world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
             try:
                 answer = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
-                answer = (False, f"its process died (exit code {_workers[pipes[pipe]].process.exitcode})")
+                process = _workers[pipes[pipe]].process
+                process.join(LAST_WORDS)  # its end of the pipe is closed before its exit code is known
+                answer = (False, f"its process died (exit code {process.exitcode})")
             found[pipes[pipe]] = answer
             if not answer[0]:
                 end = min(end, time.monotonic() + LAST_WORDS)
@@ -127,6 +130,7 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # where it was, should it crash
     torch.set_num_threads(1)
     environment = dict(os.environ)
     while True:
