@@ -21,9 +21,10 @@ def in_world(**sizes: int):
     return world(ParallelConfig(**sizes), HERE)
 
 
-def sharded(family: str, seed: int = 0) -> StudentLoss:
+def sharded(family: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> StudentLoss:
     """As the ranks of this process have it."""
     student, here = make_model(family, seed), ranks()
+    student.model.to(dtype)
     student.context, student.group = split(student.model, here), here.tp.group
     module = StudentLoss(student).train()
     shard(module, student.model, here, StudentLoss.METHODS)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import on_ranks
-from sharded_students import in_world, optimizers_of, parameters, sharded, step
+from sharded_students import backward, in_world, optimizers_of, parameters, sharded, step
 from tiny_families import make_model
 
+from potstill.parallel.mesh import ranks
+from potstill.training.optimizer import moved
+from potstill.training.state import load_state, take_snapshot
 from potstill.training.student import StudentLoss
 
 TWO = [("llama-tied", {}), ("qwen3", {"tp": 2})]
@@ -49,7 +52,64 @@ def exactly(layouts, name):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize(("ranks", "layouts"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
-def test_steps_equal_those_of_one_process(ranks, layouts, name):
-    for found in on_ranks(ranks, exactly, layouts, name):
+@pytest.mark.parametrize(("count", "layouts"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
+def test_steps_equal_those_of_one_process(count, layouts, name):
+    for found in on_ranks(count, exactly, layouts, name):
         assert not {where: far for where, far in found.items() if not far < 1e-8}
+
+
+def masters_of(module, optimizers):
+    """Whole, by the names of the parameters that they are the masters of."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = {names[id(weight)]: master for optimizer in optimizers for master, weight in moved(optimizer)}
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for name, p in found.items()}
+
+
+def narrow(layouts, name, folder):
+    """Of bfloat16 students: how far the masters are from those of one process after three steps, as a share of how far they
+    have moved, and whether one process finds the same bits in the ranks' checkpoint."""
+    found = {}
+    for number, (family, sizes) in enumerate(layouts):
+        alone = StudentLoss(make_model(family)).bfloat16().train()
+        optimizers = optimizers_of(alone, name)
+        start = {key: master.clone() for key, master in masters_of(alone, optimizers).items()}
+        for at in range(3):
+            step(alone, optimizers, at)
+        expected = masters_of(alone, optimizers)
+        with in_world(**sizes):
+            module = sharded(family, dtype=torch.bfloat16)
+            its = optimizers_of(module, name)
+            for at in range(3):
+                backward(module, ranks(), first=at)
+                assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
+                for optimizer in its:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            masters, weights = masters_of(module, its), parameters(module)
+            assert all(torch.equal(weights[key], master.bfloat16()) for key, master in masters.items())
+            where = folder / str(number)
+            saved(module, its, where)
+        far = sum(float((masters[key] - value).square().sum()) for key, value in expected.items())
+        moved_by = sum(float((value - start[key]).square().sum()) for key, value in expected.items())
+        again = StudentLoss(make_model(family, 5)).bfloat16().train()
+        resumed = optimizers_of(again, name)
+        load_state(where, again, resumed)
+        same = all(torch.equal(masters[key], value) for key, value in masters_of(again, resumed).items())
+        found[f"{family} on {sizes}"] = (far / moved_by) ** 0.5, same
+    return found
+
+
+def saved(module, optimizers, folder):
+    if ranks().first:
+        for name in ("model", "state"):
+            (folder / name).mkdir(parents=True)
+    torch.distributed.barrier()
+    take_snapshot(module.model, module, optimizers).write(folder)
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize(("count", "layouts"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
+def test_masters_of_a_bfloat16_student_are_spread_as_it_is(count, layouts, name, tmp_path):
+    for found in on_ranks(count, narrow, layouts, name, tmp_path):
+        assert not {where: (far, same) for where, (far, same) in found.items() if not (far < 0.15 and same)}

@@ -44,6 +44,7 @@ VARIANTS: dict[str, list[str]] = {
     "packed, muon, no shuffle": ["train.optimizer.name=muon", "data.shuffle=false"],
     "epochs": ["train.steps=null", "train.epochs=2"],
     "bf16, checkpointed activations": ["train.precision=bf16", "train.gradient_checkpointing=true"],
+    "bf16 weights, float32 masters": ["student.dtype=bfloat16"],
     "schedules": ["loss.temperature={start: 4, end: 1}", "loss.ce_weight={start: 0, end: 1, shape: cosine}"],
 }
 

@@ -24,7 +24,9 @@ class StudentConfig(Section):
     revision: str | None = key(None, "hub revision of `model` or `from`")
     tokenizer: str | None = key(None, "folder, `shipped:NAME` or hub id; default: the model's own")
     dtype: Literal["float32", "bfloat16", "float64"] = key(
-        "float32", "dtype the student's weights are kept and trained in; float64: to compare runs to the last digit"
+        "float32",
+        "dtype of the student's weights; bfloat16: the optimizer keeps float32 masters of them; float64: to compare runs to "
+        "the last digit",
     )
     attn_implementation: str | None = key(None, "eager, sdpa, flash_attention_2, …; default: the model's own")
     dropout: float | None = key(

@@ -126,7 +126,11 @@ class TrainConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     max_grad_norm: float | None = key(1.0, "largest gradient norm; null: no clipping", gt=0)
-    precision: Literal["fp32", "bf16"] = key("fp32", "bf16: autocast over weights kept in student.dtype")
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = key(
+        "auto",
+        "of the products: bf16 is autocast over weights kept in student.dtype, tf32 is for CUDA; auto: bf16 on CUDA, fp32 "
+        "elsewhere and for a float64 student",
+    )
     gradient_checkpointing: bool = key(False, "recompute activations: less memory, a third more time")
     compile: bool = key(False, "torch.compile the student's layers")
     seed: int = key(0, "initial weights, shuffling, dropout")

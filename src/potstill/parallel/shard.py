@@ -40,7 +40,7 @@ def shard(
     has been divided by the tokens of all ranks. `methods`: those by which the root is called besides forward."""
     if here.sums.size == 1:
         return
-    policy = BF16 if bf16 else MixedPrecisionPolicy()
+    policy = BF16 if bf16 else MixedPrecisionPolicy(reduce_dtype=_sum_dtype(model))
     if here.experts is not None:
         experts = here.experts
         mesh = experts["dp_replicate", "efsdp"] if experts["dp_replicate"].size() > 1 else experts["efsdp"]
@@ -54,6 +54,11 @@ def shard(
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no product before a sum
     for name in methods:
         register_fsdp_forward_method(root, name)
+
+
+def _sum_dtype(model: nn.Module) -> torch.dtype | None:
+    """In what gradients are summed over ranks: float32 where parameters are narrower, else in their own."""
+    return torch.float32 if any(p.dtype.itemsize < 4 for p in model.parameters()) else None
 
 
 def layers(model: PreTrainedModel) -> list[nn.Module]:

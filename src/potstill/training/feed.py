@@ -111,7 +111,7 @@ def open_prompt_batches(parts: Parts, state: dict[str, Any] | None) -> PromptBat
 def open_engines(parts: Parts, run: Run) -> dict[Kind, Engine]:
     recipe = parts.recipe
     rollouts, chats = recipe.rollouts, any(source.messages for source in recipe.data.sources)
-    autocast: Any = parts.autocast if recipe.train.precision == "bf16" else nullcontext
+    autocast: Any = parts.autocast if parts.bf16 else nullcontext
     here = ranks()
     team = WritingRanks(here.texts)
 

@@ -71,6 +71,8 @@ def _train(
     markers = checkpoints.markers
     with markers.telling_errors():
         parts = assemble(recipe, askers)
+        for fact in parts.facts:
+            console.print(fact, highlight=False, markup=False)
         for note in [*parts.notes, *filter(None, [restarts_cannot_succeed()])]:
             warn(note)
         recipe, run = parts.recipe, resume(parts, checkpoints, console)

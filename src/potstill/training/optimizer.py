@@ -1,4 +1,5 @@
-"""Optimizers and the learning rate as a plain function of the step: nothing to save but the optimizers' own state."""
+"""Optimizers, the float32 weights they move, and the learning rate as a plain function of the step: nothing to save but the
+optimizers' own state."""
 
 from __future__ import annotations
 
@@ -16,29 +17,81 @@ from torch.optim import AdamW, Muon, Optimizer
 from potstill.config import LrScheduleConfig, OptimizerConfig
 from potstill.parallel.weights import here
 
+NARROW = (torch.bfloat16, torch.float16)  # parameters of which are moved by way of float32 masters
+
 
 def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
     """AdamW, or Muon on the hidden matrices and AdamW on the rest (embeddings, head, norms, biases).
 
     Each parameter group carries its peak learning rate as `peak`, and holds parameters that are spread over ranks alike:
-    torch's kernels for many tensors at once take no others.
+    torch's kernels for many tensors at once take no others. What it moves (`params`) are the model's own parameters
+    (`weights`), or float32 masters of them (`_masters`).
     """
     hidden = _hidden_matrices(model, head) if config.name == "muon" else []
     taken = {id(p) for p in hidden}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-    fused = all(p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for p in rest)
     groups = [
-        {"params": alike, "weight_decay": decay, "peak": config.lr}
+        {**_moved_by(alike, config), "weight_decay": decay, "peak": config.lr}
         for decay, some in ((config.weight_decay, True), (0.0, False))
         for alike in _alike(p for p in rest if (p.dim() >= 2) is some)
     ]
-    optimizers: list[Optimizer] = [AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)]
+    optimizers = [_adamw(groups, config)]
     if hidden:
-        groups = [{"params": alike, "peak": config.muon_lr} for alike in _alike(hidden)]
+        groups = [{**_moved_by(alike, config), "peak": config.muon_lr} for alike in _alike(hidden)]
         own = hidden[0].device.type == "cpu" or isinstance(hidden[0], DTensor)
         kind = StackedMuon if own else Muon
         optimizers.append(kind(groups, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=config.momentum))
+    for optimizer in optimizers:
+        if any(master is not weight for master, weight in moved(optimizer)):
+            optimizer.register_step_pre_hook(_take_gradients)
+            optimizer.register_step_post_hook(_give_weights)
     return optimizers
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+    parameters = [p for group in groups for p in group["params"]]
+    fused = all(p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for p in parameters)
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def moved(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """What an optimizer moves, each beside the parameter of the model that it is, or that it is the master of."""
+    for group in optimizer.param_groups:
+        yield from zip(group["params"], group["weights"], strict=True)
+
+
+def _moved_by(weights: list[nn.Parameter], config: OptimizerConfig) -> dict[str, Any]:
+    return {"params": [_master(p) if p.dtype in NARROW else p for p in weights], "weights": weights}
+
+
+def _master(weight: nn.Parameter) -> nn.Parameter:
+    """A float32 copy of a narrow parameter, for an optimizer to move: bfloat16 has 8 bits, so an update below a 256th of a
+    weight would be lost. The weight's gradients are summed in float32 as well, over micro-batches."""
+    weight.grad_dtype = None  # it may be another than the weight's
+    weight.register_post_accumulate_grad_hook(_widen_gradient)
+    return nn.Parameter(weight.detach().to(torch.float32))
+
+
+def _widen_gradient(weight: Tensor) -> None:
+    """After the first micro-batch; what others bring is added to a float32 gradient in float32."""
+    if weight.grad is not None and weight.grad.dtype != torch.float32:
+        weight.grad = weight.grad.to(torch.float32)
+
+
+def _take_gradients(optimizer: Optimizer, *_: Any) -> None:
+    """Before a step: the masters' gradients are those of the model's parameters."""
+    for master, weight in moved(optimizer):
+        if master is not weight:
+            master.grad = weight.grad
+
+
+@torch.no_grad()
+def _give_weights(optimizer: Optimizer, *_: Any) -> None:
+    """After a step: the model computes with its masters, rounded."""
+    for master, weight in moved(optimizer):
+        if master is not weight and weight.grad is not None:
+            here(weight).copy_(here(master))
+            weight.grad = None
 
 
 def _alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -23,6 +23,7 @@ from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.teacher import Teacher
 from potstill.training.metrics import reset_peak_memory
 from potstill.training.optimizer import make_optimizers
+from potstill.training.precision import pick_precision, said_precision, set_precision
 from potstill.training.student import StudentLoss
 from potstill.types import PotstillError
 
@@ -43,9 +44,15 @@ class Parts:
     writer_shares_tokens: bool = True  # … in the student's own tokens
     identities: list[str | None] = field(default_factory=list)  # of teachers behind servers: which model they are
     notes: Sequence[str] = ()  # what is worth a word before the first step
+    facts: Sequence[str] = ()  # the run's first lines
+
+    @property
+    def bf16(self) -> bool:
+        """Whether products are in bfloat16."""
+        return pick_precision(self.recipe, self.device) == "bf16"
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.train.precision == "bf16")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
     def step_batches(self, state: dict[str, Any] | None) -> StepBatches:
         """The steps of the data set, from a position in it."""
@@ -69,12 +76,13 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
     of teachers with ranks of their own."""
     device = pick_device(recipe.train.device)
     reset_peak_memory(device)  # the models are the run's
+    set_precision(pick_precision(recipe, device))
     student, notes = together(lambda: _open_student(recipe, device))
     recipe, data, lengths = together(lambda: _cut(recipe, student))
     teacher_set = together(lambda: open_teachers(recipe.teachers, student, data, recipe.loss, device, askers))
     together(lambda: _check_fit(recipe, data, student, teacher_set))
     recipe, repeat = _set_repeat_weight(recipe, teacher_set)
-    module = _spread(recipe, student)
+    module = _spread(recipe, student, device)
     evaluation = together(
         lambda: RunEvaluation(recipe, student, teacher_set, device, module.measure, module.completion)
     )
@@ -92,6 +100,7 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
         writer is not None and difference(student.tokenizer, writer.tokenizer) is None,
         teacher_set.identities,
         [*notes, *teacher_set.notes, *repeat, *lengths, *evaluation.notes],
+        [said_precision(recipe, device)],
     )
 
 
@@ -137,12 +146,12 @@ def _open_student(recipe: Recipe, device: torch.device) -> tuple[LanguageModel, 
     return student, notes
 
 
-def _spread(recipe: Recipe, student: LanguageModel) -> StudentLoss:
+def _spread(recipe: Recipe, student: LanguageModel, device: torch.device) -> StudentLoss:
     """The student and its loss, over the ranks of the run."""
     here = ranks()
     student.context, student.group = split(student.model, here), here.tp.group
     module = StudentLoss(student).train()
-    shard(module, student.model, here, StudentLoss.METHODS, bf16=recipe.train.precision == "bf16")
+    shard(module, student.model, here, StudentLoss.METHODS, bf16=pick_precision(recipe, device) == "bf16")
     return module
 
 

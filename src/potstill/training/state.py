@@ -28,14 +28,18 @@ from potstill.files import write_text
 from potstill.parallel.agree import first_alone, together
 from potstill.parallel.mesh import ranks
 from potstill.parallel.weights import Box, boxes, here, keeps, make_copies_equal, weights_of, whole
+from potstill.training.optimizer import moved
 from potstill.types import PotstillError
 
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 50 * 10**9  # of a file of model/, as transformers has it
 PLACES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # in a header: {name: {OFFSETS: where the piece begins}}
+MASTER = (
+    "master"  # beside an optimizer's own keys: the weights that it moves, where the model has them in another dtype
+)
 LAYER = re.compile(r"(.*?\.\d+)\.")
 T = TypeVar("T")
-Slots = dict[str, tuple[Optimizer, nn.Parameter]]  # each parameter that is trained, as `optimizer.parameter`
+Slots = dict[str, tuple[Optimizer, nn.Parameter]]  # each parameter that is moved, as `optimizer.parameter`
 
 
 def seed_step(seed: int, step: int, dp_index: int) -> None:
@@ -92,7 +96,7 @@ def take_snapshot(
         f"{slot}.{key}": value.detach()
         for slot, (optimizer, parameter) in slots.items()
         for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    } | _masters(slots, optimizers)
     weights, mine, files = weights_of(module), ranks().rank, _files(module)
     make_copies_equal([*weights.values(), *moments.values()])
     numbered: dict[str, dict[str, Tensor]] = {}
@@ -164,8 +168,9 @@ def load_state(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimiz
     stored = first_alone(lambda: _readable(checkpoint, lambda: _stored(checkpoint)))
     weights, slots = weights_of(module), _slots(module, optimizers)
     # A parameter that never had a gradient has no optimizer state.
-    kept = {name: _room(*slots[slot], key) for name, slot, key in _parted(stored) if slot in slots}
-    tensors = weights | kept
+    masters = _masters(slots, optimizers)
+    kept = {name: _room(*slots[slot], key) for name, slot, key in _parted(stored) if slot in slots and key != MASTER}
+    tensors = weights | masters | kept
     if misfit := _misfit(tensors, stored):
         raise PotstillError(
             f"checkpoint {checkpoint} does not fit this recipe's student and optimizer ({misfit}): choose another folder with "
@@ -267,9 +272,18 @@ def _slots(module: nn.Module, optimizers: Sequence[Optimizer]) -> Slots:
     found: Slots = {}
     for optimizer in optimizers:
         kind = "muon" if isinstance(optimizer, Muon) else "adamw"
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        found |= {f"{kind}.{names[id(parameter)]}": (optimizer, parameter) for parameter in parameters}
+        found |= {f"{kind}.{names[id(weight)]}": (optimizer, master) for master, weight in moved(optimizer)}
     return found
+
+
+def _masters(slots: Slots, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """The float32 weights that optimizers move for parameters that the model has, and model/ gets, in another dtype."""
+    weights = {id(master): weight for optimizer in optimizers for master, weight in moved(optimizer)}
+    return {
+        f"{slot}.{MASTER}": parameter.detach()
+        for slot, (_, parameter) in slots.items()
+        if parameter.dtype != weights[id(parameter)].dtype
+    }
 
 
 def _misfit(tensors: Mapping[str, Tensor], stored: Mapping[str, list[Piece]]) -> str:

@@ -100,7 +100,7 @@ def test_our_names_are_keys(name: str, ours: str) -> None:
         ("train.steps=0", "train.steps: should be greater than 0, not 0"),
         ("train.max_grad_norm=0", "train.max_grad_norm: should be greater than 0, not 0"),
         ("train.compile=7", "train.compile: should be true or false, not 7"),
-        ("train.precision=fp16", "train.precision: should be 'fp32' or 'bf16', not 'fp16'"),
+        ("train.precision=fp16", "train.precision: should be 'auto', 'fp32', 'tf32' or 'bf16', not 'fp16'"),
         ("train=5", "train: should be a section with keys, not 5"),
         ("run=[a]", "run: should be text, not ['a']"),
         ("teachers=5", "teachers: should be a list, not 5"),
