@@ -203,7 +203,7 @@ def train_handed(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def loss_floats() -> dict[str, dict[str, float]]:
-    """Floats a row that the loss sends with a vocabulary over two ranks, by divergence and temperature, with labels."""
+    """Floats a row that the loss of a training step sends with a vocabulary over two ranks, by divergence and temperature."""
     import torch
     import torch.distributed as dist
 
@@ -222,7 +222,8 @@ def loss_floats() -> dict[str, dict[str, float]]:
             own, target = hidden.clone().requires_grad_(), LogitsTarget(logits.t().contiguous())
             options = {"divergence": divergence, "temperature": temperature, "labels": labels, "group": group}
             with collectives(counted):
-                fused_linear_kd(own, head, target, **options).loss.backward()  # type: ignore[arg-type]
+                out = fused_linear_kd(own, head, target, row_values=False, **options)  # type: ignore[arg-type]
+                out.loss.backward()
             found[divergence][str(temperature)] = counted[0]["rows of the loss"] / 4 / rows
     dist.destroy_process_group()
     return found

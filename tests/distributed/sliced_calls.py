@@ -41,8 +41,10 @@ class SlicedCall:
     def columns(self, rank: int) -> slice:
         return slice(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
 
-    def run(self, rank: int | None = None, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-        """Value and gradients; of all columns, or of this rank's."""
+    def run(
+        self, rank: int | None = None, group: dist.ProcessGroup | None = None, joined: bool = True
+    ) -> dict[str, Tensor]:
+        """Value and gradients; of all columns, or of this rank's. `joined`: values in parts are put together."""
         columns = slice(None) if rank is None else self.columns(rank)
         weight = self.weight[columns].clone().requires_grad_()
         bias = None if self.bias is None else self.bias[columns].clone().requires_grad_()
@@ -55,6 +57,10 @@ class SlicedCall:
             fused.CHUNK_BYTES = usual
         (3.0 * out.loss).backward()
         found = {"loss": out.loss.detach(), "kd": out.kd, "ce": out.ce, "hidden": hidden.grad, "weight": weight.grad}
+        if out.here is not None and joined:
+            assert not out.ce[~out.here].any()  # it is whole on one rank
+            for values in (out.kd, out.ce):
+                dist.all_reduce(values, group=group)
         return found if bias is None else {**found, "bias": bias.grad}
 
 
@@ -135,6 +141,15 @@ def special(world: int) -> dict[str, SlicedCall]:
         "weights by row": replace(
             again, targets=[(torch.arange(ROWS) / 3.0, again.targets[0][1]), (0.4, hidden.targets[0][1])]
         ),
+        "values in parts": in_parts(again),
+        "values in parts, T ≠ 1": in_parts(make(world, "skew_kl", "dense logits", 2.5, "gate")),
+        "values in parts, no labels": in_parts(make(world, "forward_kl", "dense logits", 2.5, "plain")),
+        "values in parts, top-k": in_parts(make(world, "reverse_kl", "top-k", 2.5, "everything")),
+        "values in parts, top-k with draws": in_parts(
+            with_draws(make(world, "forward_kl", "top-k", 1.0, "everything"))
+        ),
+        "values in parts, sampled": in_parts(make(world, "forward_kl", "sampled", 2.5, "everything")),
+        "values in parts, across": in_parts(across(world)["across · projection · dense · jsd"]),
         "cross-entropy's weights by row": by_row(again),
         "cross-entropy's weights by row, T ≠ 1": by_row(top_k),
         "cross-entropy alone, weights by row": replace(by_row(again), targets=[]),
@@ -154,6 +169,10 @@ def special(world: int) -> dict[str, SlicedCall]:
         "bfloat16": narrow_dtype(again, torch.bfloat16),
         "float32": narrow_dtype(again, torch.float32),
     }
+
+
+def in_parts(call: SlicedCall) -> SlicedCall:
+    return replace(call, options={**call.options, "row_values": False})
 
 
 def by_row(call: SlicedCall) -> SlicedCall:
@@ -262,7 +281,8 @@ def calls(world: int) -> dict[str, SlicedCall]:
 
 
 def traffic_calls(world: int) -> dict[str, SlicedCall]:
-    """One chunk each, in two sizes of vocabulary and of K: what travels must not depend on either."""
+    """One chunk each, in two sizes of vocabulary and of K: what travels must not depend on either. "step" is what a step of
+    training asks for: no values of single rows."""
     found = {}
     for divergence in DIVERGENCES:
         for kind in KINDS:
@@ -285,10 +305,12 @@ def traffic_calls(world: int) -> dict[str, SlicedCall]:
                     "kd": {},
                     "kd+ce": labels,
                     "kd+ce T=2": {**labels, "temperature": 2.0},
+                    "step": {**labels, "row_values": False},
+                    "step T=2": {**labels, "temperature": 2.0, "row_values": False},
                     "gate": {"entropy_gate": 1.0},
                 }
                 for what, more in kinds_of_loss.items():
-                    if what != "kd" and divergence not in ("forward_kl", "jsd"):
+                    if what != "kd" and "step" not in what and divergence not in ("forward_kl", "jsd"):
                         continue
                     options = {"divergence": divergence, **more}
                     found[f"{divergence} · {kind} · {what} · {v}"] = replace(base, options=options)
@@ -336,7 +358,7 @@ def work() -> dict[str, Any]:
         found["traffic"] = {}
         for name, call in traffic_calls(world).items():
             with Traffic() as traffic:
-                call.run(rank, group)
+                call.run(rank, group, joined=False)
             found["traffic"][name] = traffic.seen
         found["refusals"] = {name: refusal(name, rank, group) for name in REFUSED}
     return found

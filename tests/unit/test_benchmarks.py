@@ -143,4 +143,4 @@ def test_what_ranks_send_hold_and_wait_for_is_what_was_measured():
         for kind, bound in scale.bounds(name, case).items():
             planned = scale.PLANNED if kind == "all-reduce" and "tp" in name else 1.0
             assert case["bytes"][kind] <= 1.01 * planned * bound, (name, kind)
-    assert all(found["loss_floats"][name]["1.0"] <= 6 for name in ("forward_kl", "reverse_kl"))
+    assert all(floats <= 6 for by_temperature in found["loss_floats"].values() for floats in by_temperature.values())

@@ -63,7 +63,7 @@ class ChunkRows(Comparison):
         labels = call.labels[rows]
         z[:, shard.held(target.relation.sizes[0]) :] = -math.inf
         q = call.buffers("q", *z.shape)
-        (mass,) = softmax(shard, (z, q))
+        (mass,), _ = softmax(shard, (z, q))
         z.sub_(mass.log()[:, None])
         values = z.new_zeros(z.shape[0])
         begin, end = map(int, np.searchsorted(chunks.first_host, (rows.start, rows.stop)))
@@ -83,7 +83,7 @@ class ChunkRows(Comparison):
         if begin < end:
             at = chunks.inner[begin:end] - rows.start
             z[at] = _towards(q.index_select(0, at), labels[at], self._pull[chunks.owner[begin:end]], shard)
-        return values, 1.0
+        return shard.once(values), 1.0
 
     def _expected(self, at: slice, temperature: float, dtype: torch.dtype) -> Expected:
         target, start = self.target, self.target.start
@@ -168,12 +168,8 @@ def _towards(q: Tensor, labels: Tensor, pull: Tensor, shard: VocabShard) -> Tens
 def _compared(logp: Tensor, logq: Tensor, params: LossParams) -> tuple[Tensor, Tensor]:
     """The divergence over buckets [F, B] that are the same on every rank, and its gradient at the bucket logits."""
     logp, logq = logp.clamp(min=LOG_FLOOR), logq.clamp(min=LOG_FLOOR)
-
-    def total(*matrices: Tensor) -> tuple[Tensor, ...]:
-        return tuple(matrix.sum(-1) for matrix in matrices)
-
     q = logq.exp()
-    block = Block(logp, logq, logp.exp(), q, torch.empty_like(logp), total)
+    block = Block(logp, logq, logp.exp(), q, torch.empty_like(logp))
     value, factor = compared(block, (logp > LOG_FLOOR).to(logp.dtype), params)
     # No token of the student's leads to an empty bucket: what pulls towards it pulls on nothing.
     gradient = (block.logq * factor).masked_fill_(q == 0, 0.0)

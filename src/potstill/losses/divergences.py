@@ -6,7 +6,8 @@ that it gives back too. All of the block's buffers but `q` may be overwritten; n
 A block comes before its last passes, which not everyone needs: `b.normalised()` makes them.
 
 The gradient of any f(q) through a softmax is q·(r − Σ q·r) with r = ∂f/∂q. Row sums go through `block.total`, which also
-sums over the ranks that share the vocabulary: several sums of one call travel together.
+sums over the ranks that share the vocabulary: several sums of one call travel together. A sum that the value alone needs is a
+`block.part`: the ranks' parts are summed up later, and not row by row where nobody asks for the rows' values.
 Golden values: tests/unit/losses/test_divergences.py. How to add one: docs/extending.md.
 """
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from potstill.config import registry
 from potstill.config.registry import load
+from potstill.parallel.vocab import VocabShard
 
 # exp(LOG_FLOOR) is 0 in float32 and float64. Log-probabilities are floored here, so that a bucket empty on one side costs
 # a large but finite amount, and one empty on both sides costs 0.
@@ -52,16 +54,38 @@ class LossParams:
 
 
 @dataclass(frozen=True)
+class Part:
+    """This rank's summand of the values of rows [n]."""
+
+    rows: Tensor
+
+
+def _row_sums(matrix: Tensor) -> Tensor:
+    return matrix.sum(-1)
+
+
+@dataclass(frozen=True)
 class Block:
     logp: Tensor  # [n, B]; with `normalizers`, lacks −log of its side's mass
     logq: Tensor  # as logp
     p: Tensor  # with `normalizers`, to be divided by its mass
     q: Tensor
     spare: Tensor  # scratch of the same shape
-    total: Callable[..., tuple[Tensor, ...]]  # row sums [n] of one or more [n, B]
+    shard: VocabShard | None = None  # None: every rank has all buckets
+    row_sums: Callable[[Tensor], Tensor] = _row_sums  # [n] of [n, B], over the buckets that count on this rank
     # [n] each, of P and of Q; None: everything is normalised. To leave that to those who need it saves forward KL 5 % of a call
     # on a CPU (dense, 49,152 ids).
     normalizers: tuple[Tensor, Tensor] | None = None
+
+    def total(self, *matrices: Tensor) -> tuple[Tensor, ...]:
+        """Row sums [n] of one or more [n, B], the same on every rank."""
+        sums = tuple(map(self.row_sums, matrices))
+        return sums if self.shard is None else self.shard.total(*sums)
+
+    def part(self, matrix: Tensor, scale: Tensor | float = 1.0, shift: Tensor | float = 0.0) -> Part:
+        """This rank's part of scale · (the row sums of `matrix`) + shift."""
+        rows = self.row_sums(matrix) * scale
+        return Part(rows + shift if self.shard is None or self.shard.first else rows)
 
     def normalised(self) -> Block:
         """The block with true probabilities and log-probabilities, in the same buffers."""
@@ -78,17 +102,17 @@ class Block:
         return 0.0 if self.normalizers is None else self.normalizers[1].log() - self.normalizers[0].log()
 
 
-Divergence = Callable[[Block, LossParams], tuple[Tensor, float]]
+Divergence = Callable[[Block, LossParams], tuple[Tensor | Part, float]]
 
 
-def forward_kl(b: Block, params: LossParams) -> tuple[Tensor, float]:
-    (value,) = b.total(b.logp.sub_(b.logq).mul_(b.p))
+def forward_kl(b: Block, params: LossParams) -> tuple[Part, float]:
+    costs = b.logp.sub_(b.logq).mul_(b.p)
     if b.normalizers is None:
         torch.sub(b.q, b.p, out=b.logq)
-        return value, 1.0
+        return b.part(costs), 1.0
     share = b.normalizers[0].reciprocal()
     torch.addcmul(b.q, b.p, -share[:, None], out=b.logq)
-    return value * share + b.log_norm_diff(), 1.0
+    return b.part(costs, share, b.log_norm_diff()), 1.0
 
 
 def reverse_kl(b: Block, params: LossParams) -> tuple[Tensor, float]:
@@ -98,7 +122,7 @@ def reverse_kl(b: Block, params: LossParams) -> tuple[Tensor, float]:
     return mean - b.log_norm_diff(), 1.0
 
 
-def jsd(b: Block, params: LossParams) -> tuple[Tensor, float]:
+def jsd(b: Block, params: LossParams) -> tuple[Tensor | Part, float]:
     beta = params.beta
     if beta in (0.0, 1.0):
         return forward_kl(b, params) if beta == 0.0 else reverse_kl(b, params)
@@ -106,39 +130,41 @@ def jsd(b: Block, params: LossParams) -> tuple[Tensor, float]:
     logm = torch.lerp(b.q, b.p, beta, out=b.spare).clamp_(min=TINY).log_()
     left = b.logp.sub_(logm).mul_(b.p)
     r = b.logq.sub_(logm)
-    left, right = b.total(left, torch.mul(b.q, r, out=b.p))
+    (right,) = b.total(torch.mul(b.q, r, out=b.p))
     r.sub_(right[:, None]).mul_(b.q)
-    return beta * left + (1 - beta) * right, 1 - beta
+    return b.part(left, beta, (1 - beta) * right), 1 - beta
 
 
-def skew_kl(b: Block, params: LossParams) -> tuple[Tensor, float]:
+def skew_kl(b: Block, params: LossParams) -> tuple[Part, float]:
     b = b.normalised()
     m = torch.lerp(b.q, b.p, params.alpha, out=b.spare).clamp_(min=TINY)
     r = torch.div(b.p, m, out=b.logq)  # ∂f/∂q is −(1 − α) times this
-    value, mean = b.total(b.logp.sub_(m.log_()).mul_(b.p), torch.mul(b.q, r, out=b.p))
+    value = b.part(b.logp.sub_(m.log_()).mul_(b.p))
+    (mean,) = b.total(torch.mul(b.q, r, out=b.p))
     r.sub_(mean[:, None]).mul_(b.q)
     return value, params.alpha - 1
 
 
-def skew_reverse_kl(b: Block, params: LossParams) -> tuple[Tensor, float]:
+def skew_reverse_kl(b: Block, params: LossParams) -> tuple[Part, float]:
     b = b.normalised()
     m = torch.lerp(b.p, b.q, params.alpha, out=b.spare).clamp_(min=TINY)
     share = torch.div(b.q, m, out=b.p)
     r = b.logq.sub_(m.log_())
-    torch.mul(b.q, r, out=b.logp)
+    value = b.part(torch.mul(b.q, r, out=b.logp))
     r.sub_(share, alpha=params.alpha)
-    value, mean = b.total(b.logp, torch.mul(b.q, r, out=b.spare))
+    (mean,) = b.total(torch.mul(b.q, r, out=b.spare))
     r.sub_(mean[:, None]).mul_(b.q)
     return value, 1.0
 
 
-def tvd(b: Block, params: LossParams) -> tuple[Tensor, float]:
+def tvd(b: Block, params: LossParams) -> tuple[Part, float]:
     b = b.normalised()
     difference = torch.sub(b.q, b.p, out=b.p)
     r = torch.sign(difference, out=b.logq)
-    value, mean = b.total(difference.abs_(), torch.mul(b.q, r, out=b.spare))
+    value = b.part(difference.abs_(), 0.5)
+    (mean,) = b.total(torch.mul(b.q, r, out=b.spare))
     r.sub_(mean[:, None]).mul_(b.q)
-    return 0.5 * value, 0.5
+    return value, 0.5
 
 
 DIVERGENCES: dict[str, Divergence] = {name: load(place) for name, place in registry.DIVERGENCES.items()}
@@ -151,15 +177,22 @@ def temperature_scale(divergence: str, temperature: float) -> float:
 
 def compared(block: Block, present: Tensor, params: LossParams) -> tuple[Tensor, float]:
     """The chosen divergence, mixed with forward KL row by row when there is an entropy gate. `present` is 1 at the buckets
-    that exist and count on this rank."""
-    chosen = DIVERGENCES[params.divergence]
+    that exist and count on this rank. Values are this rank's parts."""
     if params.entropy_gate is None:
-        return chosen(block, params)
+        return _in_parts(params.divergence, block, params)
     block = block.normalised()
     entropy, buckets = block.total(torch.mul(block.p, block.logp, out=block.spare).neg_(), present)
     gate = (entropy / buckets.clamp(min=2.0).log()).clamp_(0.0, 1.0) ** params.entropy_gate  # one bucket has no entropy
     other = replace(block, logp=block.logp.clone(), logq=block.logq.clone())  # forward KL leaves p and q as they are
-    forward, forward_factor = forward_kl(other, params)
-    value, factor = chosen(block, params)
+    forward, forward_factor = _in_parts("forward_kl", other, params)
+    value, factor = _in_parts(params.divergence, block, params)
     block.logq.mul_(((1 - gate) * factor)[:, None]).addcmul_(other.logq, (gate * forward_factor)[:, None])
     return (1 - gate) * value + gate * forward, 1.0
+
+
+def _in_parts(name: str, block: Block, params: LossParams) -> tuple[Tensor, float]:
+    """A divergence with this rank's parts of its values; what every rank has whole counts on the first."""
+    value, factor = DIVERGENCES[name](block, params)
+    if isinstance(value, Part):
+        return value.rows, factor
+    return value if block.shard is None else block.shard.once(value), factor

@@ -45,6 +45,7 @@ class FusedLoss(NamedTuple):
     loss: Tensor  # scalar, differentiable: Σ row_weight · (kd_weight · kd + ce_weight · ce)
     kd: Tensor  # [N], detached
     ce: Tensor  # [N], detached; zeros when there are no labels
+    here: Tensor | None = None  # [N]; with row_values=False: rows whose `ce` is this rank's; None: both are whole
 
 
 def fused_linear_kd(
@@ -65,6 +66,7 @@ def fused_linear_kd(
     logit_scale: float = 1.0,
     entropy_gate: float | None = None,
     group: dist.ProcessGroup | None = None,
+    row_values: bool = True,
     chunk_rows: int | None = None,
 ) -> FusedLoss:
     """Distillation and cross-entropy loss of `hidden` [N, H] through the output head `weight` [V, H].
@@ -82,6 +84,9 @@ def fused_linear_kd(
     `group`: `weight` and `bias` are this rank's slice of the vocabulary, in the order of the ranks; slices may be uneven. A
     dense target is cut at the same ids, or whole on every rank. `hidden` is the same on every rank, and its gradient is
     summed over the group. Ids are global.
+
+    `row_values`: with False and a group, `kd` and `ce` are this rank's parts, whose sum over the group is the row's value: two
+    floats of each row need not travel. A row's cross-entropy is whole on the rank that has its label, and 0 elsewhere.
     """
     params = LossParams(divergence, temperature, beta, alpha, entropy_gate)
     head = Head(weight, bias, softcap, logit_scale)
@@ -101,9 +106,15 @@ def fused_linear_kd(
         softcap=softcap,
         logit_scale=logit_scale,
         same_ids=same_ids,
+        row_values=row_values,
     )
+    here = None
+    if group is not None and not row_values:
+        here = (
+            shard.once(torch.ones_like(call.row_weight, dtype=torch.bool)) if labels is None else shard.local(labels)[1]
+        )
     fitting = max(16, CHUNK_BYTES // (compute.itemsize * shard.widest))
-    return FusedLoss(*fused_loss(_HeadProduct(hidden, head, shard, compute), call, chunk_rows or fitting))
+    return FusedLoss(*fused_loss(_HeadProduct(hidden, head, shard, compute), call, chunk_rows or fitting), here)
 
 
 def _check(
@@ -213,7 +224,7 @@ class _HeadProduct:
 
 
 def fused_loss(student: Student, call: Call, chunk_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The weighted sum over all rows (differentiable), and the rows' divergence and cross-entropy."""
+    """The weighted sum over all rows (differentiable), and the rows' divergence and cross-entropy, whole or in parts."""
     call = replace(call, differentiate=student.wants)
     found: tuple[Tensor, Tensor, Tensor] = _Fused.apply(student, call, chunk_rows, *student.leaves)
     return found
@@ -228,9 +239,14 @@ class _Fused(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(call.row_weight.device.type, enabled=False):
             kd, ce = _all_rows(student, call, chunk_rows)
+            if call.row_values:
+                kd, ce = _whole(kd, ce, call)
+            loss = (call.row_weight * (call.kd_weight * kd + call.ce_weight * ce)).sum()
+            if not call.row_values and call.shard.group is not None:
+                dist.all_reduce(loss, group=call.shard.group)
             ctx.gradients = student.gradients()
         ctx.mark_non_differentiable(kd, ce)
-        return (call.row_weight * (call.kd_weight * kd + call.ce_weight * ce)).sum(), kd, ce
+        return loss, kd, ce
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -246,8 +262,17 @@ class _Fused(torch.autograd.Function):
         return (None, None, None, *(None if g is None else scale(g, grad_loss.to(g.dtype)) for g in gradients))
 
 
+def _whole(kd: Tensor, ce: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The rows' values from the ranks' parts, in one exchange for all chunks."""
+    if not call.comparisons or call.labels is None:
+        (one,) = call.shard.total(kd if call.comparisons else ce)
+        return (one, ce) if call.comparisons else (kd, one)
+    kd, ce = call.shard.total(kd, ce)
+    return kd, ce
+
+
 def _all_rows(student: Student, call: Call, chunk_rows: int) -> tuple[Tensor, Tensor]:
-    """The rows' divergence and cross-entropy, with the gradients left with the student."""
+    """This rank's parts of the rows' divergence and cross-entropy, with the gradients left with the student."""
     dtype, device, shard, rows = call.buffers.dtype, call.buffers.device, call.shard, student.rows
     n = max(1, min(rows, chunk_rows))
     # A dense target needs five such buffers at once, the others two at most: as much cache is good for more rows.

@@ -105,6 +105,7 @@ class KDLoss(nn.Module):
             shard=shard,
             buffers=Buffers(compute, student.device),
             same_ids=True,
+            row_values=False,
         )
         # There is no product that needs many rows: on a CPU a chunk stays in its cache. With a group all ranks cut alike.
         budget = BLOCK_BYTES if student.device.type == "cpu" else CHUNK_BYTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -68,6 +68,7 @@ class Call:
     logit_scale: float = 1.0
     same_ids: bool = False  # every dense target is over all of the student's ids, on every rank
     differentiate: bool = True
+    row_values: bool = True  # False: values are left in the ranks' parts
 
     def room(self, name: str, rows: int, width: int) -> Tensor:
         """For the logits of a chunk. On a CPU it is kept for the next call: a system fills fresh pages with zeros, which takes
@@ -91,14 +92,14 @@ class Comparison:
         return temperature_scale(params.divergence, params.temperature)
 
     def loss(self, z: Tensor, rows: slice, call: Call) -> tuple[Tensor, float]:
-        """Values [b] at rows with the student's logits `z` [b, V] over the temperature; `z` becomes their gradient up to the
-        factor that is given back."""
+        """This rank's parts of the values [b] at rows with the student's logits `z` [b, V] over the temperature; `z` becomes
+        their gradient up to the factor that is given back."""
         raise NotImplementedError
 
 
 def loss_of_rows(z: Tensor, rows: slice, call: Call) -> tuple[Tensor, Tensor]:
-    """Divergence and cross-entropy of rows with raw logits `z` [b, V], which become the gradient of the weighted loss with
-    respect to the head's product."""
+    """This rank's parts of the divergence and cross-entropy of rows with raw logits `z` [b, V], which become the weighted
+    loss's gradient with respect to the head's product."""
     row_weight = call.row_weight[rows].to(z.dtype)
     slope = _capped(z, call.softcap, call.buffers) if call.softcap is not None else None
     ce, q, block = _cross_entropy(z, rows, call)
@@ -119,24 +120,26 @@ def loss_of_rows(z: Tensor, rows: slice, call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _cross_entropy(z: Tensor, rows: slice, call: Call) -> tuple[Tensor, Tensor | None, Block | None]:
-    """−log softmax(z)[label], floored as log-probabilities are, and the softmax. With a single dense teacher over the same ids,
-    at T = 1, one softmax does for the divergence too: then `z` is used up, and the divergence goes on with the block."""
+    """−log softmax(z)[label], floored as log-probabilities are, where this rank has the label, and the softmax. With a single
+    dense teacher over the same ids the divergence shares its maximum, and at T = 1 its softmax: then `z` is used up, and the
+    divergence goes on with the block."""
     shard = call.shard
     if call.labels is None:
         return z.new_zeros(len(z)), None, None
-    ids, only = call.labels[rows, None], call.comparisons[0][1] if len(call.comparisons) == 1 else None
-    if isinstance(only, DenseRows) and call.params.temperature == 1.0 and call.same_ids:
-        block = only.block(z, rows, call)
-        assert block.normalizers is not None
-        (label,) = shard.total(shard.gather(z, ids, 0.0).squeeze(-1))
-        return block.normalizers[1].log() - label, block.q, block
-    (largest,) = shard.largest(_largest(z))
-    q = call.buffers("ce", *z.shape)
-    _exp(torch.sub(z, largest[:, None], out=q), q)
-    mass, label = shard.total(q.sum(-1), shard.gather(z, ids, 0.0).squeeze(-1))
-    mass = _mass(mass)
-    q.mul_(mass.reciprocal()[:, None])
-    return (mass.log() - (label - largest)).clamp_(max=-LOG_FLOOR), q, None
+    ids, only, block = call.labels[rows, None], call.comparisons[0][1] if len(call.comparisons) == 1 else None, None
+    label, (_, inside) = shard.gather(z, ids, 0.0).squeeze(-1), shard.local(ids)
+    if isinstance(only, DenseRows) and call.same_ids:
+        plain = None if call.params.temperature == 1.0 else call.buffers("ce", *z.shape)
+        block, mass, largest = only.block_of_raw(z, rows, call, plain)
+        q = block.q if plain is None else plain
+    else:
+        (largest,) = shard.largest(_largest(z))
+        q = call.buffers("ce", *z.shape)
+        _exp(torch.sub(z, largest[:, None], out=q), q)
+        mass = _mass(shard.total(q.sum(-1))[0])
+        q.mul_(mass.reciprocal()[:, None])
+    ce = (mass.log() - (label - largest)).clamp_(max=-LOG_FLOOR)
+    return ce if inside is None else ce * inside.squeeze(-1), q, block
 
 
 def _divergences(z: Tensor, rows: slice, call: Call, row_weight: Tensor, block: Block | None) -> tuple[Tensor, Tensor]:
@@ -146,7 +149,7 @@ def _divergences(z: Tensor, rows: slice, call: Call, row_weight: Tensor, block: 
     grad = z if len(call.comparisons) == 1 else call.buffers("sum", *z.shape).zero_()
     for share, comparison in call.comparisons:
         work = z if grad is z else call.buffers("work", *z.shape).copy_(z)
-        if t != 1.0:
+        if t != 1.0 and block is None:
             work.div_(t)
         value, factor = comparison.loss(work, rows, call) if block is None else _compared_dense(block, call.params)
         scale, share = comparison.scale(call.params), _of_rows(share, rows, z.dtype)
@@ -183,17 +186,26 @@ def _exp(x: Tensor, out: Tensor) -> Tensor:
     return torch.mul(x, LOG2_E, out=out).exp2_()
 
 
-def softmax(shard: VocabShard, *pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """In place of each pair's first: log softmax, floored, but for −log of the mass that is given back [b]; into its second:
-    softmax, of the first pair divided by its mass, of the others not yet. What they need of other ranks travels together.
+def softmax(
+    shard: VocabShard, *pairs: tuple[Tensor, Tensor], temperature: float = 1.0, plain: Tensor | None = None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """In place of each pair's first: log softmax at a temperature, floored, but for −log of the mass that is given back [b];
+    into its second: softmax, of the first pair divided by its mass, of the others not yet; into `plain`: the first pair's
+    softmax at T = 1, whose mass comes last. The first pair's maxima too. What they need of other ranks travels together.
     The maximum is taken off before the logarithm, not with it: their sum would round large logits."""
     largest = shard.largest(*(_largest(z) for z, _ in pairs))
-    sums = (_exp(z.sub_(m[:, None]), out).sum(-1) for (z, out), m in zip(pairs, largest, strict=True))
-    normalizers = tuple(map(_mass, shard.total(*sums)))
-    for (z, _), mass in zip(pairs, normalizers, strict=True):
+    for (z, _), m in zip(pairs, largest, strict=True):
+        z.sub_(m[:, None])
+    sums = [] if plain is None else [_exp(pairs[0][0], plain).sum(-1)]
+    for z, out in reversed(pairs):
+        sums.append(_exp(z if temperature == 1.0 else z.div_(temperature), out).sum(-1))
+    normalizers = tuple(map(_mass, shard.total(*reversed(sums))))
+    for (z, _), mass in zip(pairs, normalizers, strict=False):
         z.clamp_(min=(mass.log() + LOG_FLOOR)[:, None])
     pairs[0][1].mul_(normalizers[0].reciprocal()[:, None])
-    return normalizers
+    if plain is not None:
+        plain.mul_(normalizers[-1].reciprocal()[:, None])
+    return normalizers, largest[0]
 
 
 class DenseRows(Comparison):
@@ -208,17 +220,25 @@ class DenseRows(Comparison):
         self._start = chunk.start
 
     def block(self, logq: Tensor, rows: slice, call: Call) -> Block:
-        """The softmaxes of both sides, from the student's logits [b, W]."""
-        logp = self._logits[rows.start - self._start : rows.stop - self._start]
+        """The softmaxes of both sides, from the student's logits [b, W] over the temperature."""
+        block = self._block(logq, rows, call)
         if call.params.temperature != 1.0:
-            logp.div_(call.params.temperature)
+            block.logp.div_(call.params.temperature)
+        (mass_q, mass_p), _ = softmax(call.shard, (logq, block.q), (block.logp, block.p))
+        return replace(block, normalizers=(mass_p, mass_q))
+
+    def block_of_raw(self, z: Tensor, rows: slice, call: Call, plain: Tensor | None) -> tuple[Block, Tensor, Tensor]:
+        """The same from raw logits; `plain` [b, V] becomes the student's softmax at T = 1, unless that is the block's own. With
+        its mass and maxima [b]."""
+        block = self._block(z, rows, call)
+        sides = (z, block.q), (block.logp, block.p)
+        masses, largest = softmax(call.shard, *sides, temperature=call.params.temperature, plain=plain)
+        return replace(block, normalizers=(masses[1], masses[0])), masses[0 if plain is None else 2], largest
+
+    def _block(self, logq: Tensor, rows: slice, call: Call) -> Block:
+        logp = self._logits[rows.start - self._start : rows.stop - self._start]
         q, p, spare = (call.buffers(name, *logp.shape) for name in ("q", "p", "spare"))
-        mass_q, mass_p = softmax(call.shard, (logq, q), (logp, p))
-
-        def total(*matrices: Tensor) -> tuple[Tensor, ...]:
-            return call.shard.total(*(matrix.sum(-1) for matrix in matrices))
-
-        return Block(logp, logq, p, q, spare, total, (mass_p, mass_q))
+        return Block(logp, logq, p, q, spare, call.shard)
 
     def loss(self, z: Tensor, rows: slice, call: Call) -> tuple[Tensor, float]:
         if self._width == z.shape[1]:
@@ -262,7 +282,7 @@ class TopKRows(Comparison):
         from_rest, rest_mass = grad[:, -1], _mass(rest_mass)
         if drawn is not None:
             share = target.tail[rows].to(z.dtype).exp()
-            value = value + share * (rest_mass.log() - drawn)
+            value = value + shard.once(share * rest_mass.log()) - share * drawn
             from_rest = from_rest + share
         z.mul_((from_rest / rest_mass)[:, None])
         if drawn is not None:
@@ -288,22 +308,21 @@ class TopKRows(Comparison):
             here = torch.cat([inside, torch.ones_like(inside[:, :1])], -1)
             logp, logq, p, q, present = (x.masked_fill(~here, 0.0) for x in (logp, logq, p, q, present))
 
-        def total(*matrices: Tensor) -> tuple[Tensor, ...]:
-            return shard.total(*(m.sum(-1) if shard.first else m[:, :-1].sum(-1) for m in matrices))
+        def row_sums(matrix: Tensor) -> Tensor:
+            return matrix.sum(-1) if shard.first else matrix[:, :-1].sum(-1)
 
-        block = Block(logp, logq, p, q, torch.empty_like(p), total)
+        block = Block(logp, logq, p, q, torch.empty_like(p), shard, row_sums)
         value, factor = compared(block, present, call.params)
         return value, factor, block.logq
 
     def _drawn(self, z: Tensor, rows: slice, call: Call) -> Tensor | None:
-        """The mean of the student's logits [b] at draws from the teacher's rest, and the teacher's entropy in it; None when
-        there are no draws or they do not serve: they are unbiased for forward KL alone."""
+        """This rank's part of: the mean of the student's logits [b] at draws from the teacher's rest, and the teacher's entropy
+        in it. None when there are no draws or they do not serve: they are unbiased for forward KL alone."""
         samples, entropy = self.target.tail_samples, self.target.tail_entropy
         if samples is None or call.params.divergence != "forward_kl" or call.params.entropy_gate is not None:
             return None
-        (total,) = call.shard.total(call.shard.gather(z, samples[rows], 0.0).sum(-1))
-        mean = total / samples.shape[1]
-        return mean if entropy is None else mean + entropy[rows].to(z.dtype)
+        mean = call.shard.gather(z, samples[rows], 0.0).sum(-1) / samples.shape[1]
+        return mean if entropy is None else mean + call.shard.once(entropy[rows].to(z.dtype))
 
 
 @dataclass
@@ -316,9 +335,8 @@ class SampledRows(Comparison):
         shard, ids, shares = call.shard, self.target.ids[rows], self.target.weights[rows].to(z.dtype)
         q = call.buffers("q", *z.shape)
         z[:, shard.held(self.target.width) :] = -math.inf
-        (mass,) = softmax(shard, (z, q))
-        (value,) = shard.total((shares * shard.gather(z, ids, 0.0)).sum(-1))
-        value -= shares.sum(-1) * mass.log()
+        (mass,), _ = softmax(shard, (z, q))
+        value = (shares * shard.gather(z, ids, 0.0)).sum(-1) - shard.once(shares.sum(-1) * mass.log())
         torch.mul(q, shares.sum(-1, keepdim=True), out=z)
         shard.scatter_add(z, ids, -shares)
         return -value, 1.0

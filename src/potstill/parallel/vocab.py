@@ -1,7 +1,7 @@
 """The columns of the vocabulary that this rank holds, and sums over all of them.
 
-Only row-sized vectors travel: a maximum and a sum for the softmax, and what the divergence itself sums up. The reduced loss
-is the same on every rank, so nothing is reduced in the backward pass but the gradient of the hidden states.
+Only row-sized vectors travel: a maximum and a sum for the softmax, and what the gradient needs of the divergence. The reduced
+loss is the same on every rank, so nothing is reduced in the backward pass but the gradient of the hidden states.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class VocabShard:
 
     def total(self, *rows: Tensor) -> tuple[Tensor, ...]:
         return self._reduced(rows, dist.ReduceOp.SUM)
+
+    def once(self, values: Tensor) -> Tensor:
+        """What every rank has, as a summand of `total`."""
+        return values if self.first else torch.zeros_like(values)
 
     def _reduced(self, rows: tuple[Tensor, ...], operation: dist.ReduceOp.RedOpType) -> tuple[Tensor, ...]:
         if self.group is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from potstill.evals.fidelity import completion, measure
@@ -73,15 +74,21 @@ class StudentLoss(nn.Module):
             out, score = _policy_gradient(own, batch, targets, row_weight, settings)
         else:
             others = ("discount", "ratio_clip", "repeat_weight")
-            options = {key: value for key, value in vars(settings).items() if key not in others}
+            options = {key: value for key, value in vars(settings).items() if key not in others} | {"row_values": False}
             out = _fused(own, batch, targets, row_weight, **options | {"ce_weight": _ce_weight(own, batch, settings)})
         if settings.repeat_weight:
             read = whole.input_ids.flatten()[batch.rows.student]
-            repeated = _fused(own, batch, None, row_weight, labels=read, ce_weight=settings.repeat_weight)
+            more = {"labels": read, "ce_weight": settings.repeat_weight, "row_values": False}
+            repeated = _fused(own, batch, None, row_weight, **more)
             out = out._replace(loss=out.loss + repeated.loss)
-        sums = {"loss": out.loss, "kd": out.kd.sum(), "ce": out.ce.sum()}
+        sums = {"kd": out.kd.sum(), "ce": out.ce.sum()}
         if batch.rows.behaviour is not None:
-            sums |= _on_policy_sums(out.ce, batch.rows.behaviour, score)
+            sums |= _on_policy_sums(out, batch.rows.behaviour, score)
+        if out.here is not None:  # they are parts
+            together = torch.stack(list(sums.values()))
+            dist.all_reduce(together, group=own.head.group)
+            sums = dict(zip(sums, together, strict=True))
+        sums["loss"] = out.loss
         if stat_rows and len(batch.rows):
             sums |= _sampled_sums(own, batch, targets, settings, stat_rows)
         return out.loss, {name: value.detach().to(out.loss.dtype) for name, value in sums.items()}
@@ -133,10 +140,11 @@ def _policy_gradient(
     return FusedLoss(out.loss - out.loss.detach() + value, score.value, out.ce), score
 
 
-def _on_policy_sums(ce: Tensor, behaviour: Tensor, score: Score | None) -> dict[str, Tensor]:
+def _on_policy_sums(out: FusedLoss, behaviour: Tensor, score: Score | None) -> dict[str, Tensor]:
     """Over the rows that the student wrote: |log Q − log B|, and what the policy gradient made of them."""
-    own = ~behaviour.isnan()
-    rows, gap = own.sum(), torch.where(own, (ce + behaviour).abs(), 0.0).sum()
+    own = ~behaviour.isnan() if out.here is None else ~behaviour.isnan() & out.here
+    gap = torch.where(own, (out.ce + behaviour).abs(), 0.0).sum()
+    rows = own.sum().to(gap.dtype)
     sums = {"on_policy_rows": rows, "sampling_logprob_gap": gap}
     if score is None:
         return sums
