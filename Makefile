@@ -71,7 +71,7 @@ lock:  ## resolve anew and write requirements.lock (needs the network)
 	@.venv-lock/bin/pip install -qq --disable-pip-version-check $(LOCK_TORCH) $(LOCK_ALSO) '.[dev]'
 	@{ echo "# Written by \`make lock\`: every version that \`make setup\` installs."; \
 	   echo "$(LOCK_TORCH)"; \
-	   .venv-lock/bin/pip freeze --all --exclude pip --exclude potstill --exclude torch | sed 's/+[a-z0-9.]*$$//'; \
+	   .venv-lock/bin/pip freeze --all --exclude pip --exclude potstill --exclude torch | sed -e 's/+[a-z0-9.]*$$//' -e 's/^triton==.*/&; sys_platform == "linux"/'; \
 	 } > requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 	@rm -rf .venv-lock

@@ -21,6 +21,7 @@ from torch import Tensor
 from potstill.losses.cross_tokenizer import ChunkRows
 from potstill.losses.dense import target_logits
 from potstill.losses.divergences import LossParams
+from potstill.losses.kernels import kernels_for
 from potstill.losses.rows import CHUNK_BYTES, Buffers, Call, Comparison, DenseRows, SampledRows, TopKRows, loss_of_rows
 from potstill.parallel.vocab import VocabShard, shard_targets
 from potstill.products import wide_product
@@ -38,6 +39,7 @@ from potstill.types import (
 )
 
 BLOCK_BYTES = 2 * 2**20  # of one [b, V] buffer
+GPU_CHUNK_BYTES = 2**30  # of one [n, V] buffer: every chunk reads the head and reads and writes its gradient, once
 Targets = Sequence[tuple[float | Tensor, Target]]
 
 
@@ -113,8 +115,16 @@ def fused_linear_kd(
         here = (
             shard.once(torch.ones_like(call.row_weight, dtype=torch.bool)) if labels is None else shard.local(labels)[1]
         )
-    fitting = max(16, CHUNK_BYTES // (compute.itemsize * shard.widest))
+    fitting = rows_of_a_chunk(hidden.device, compute.itemsize * shard.widest)
     return FusedLoss(*fused_loss(_HeadProduct(hidden, head, shard, compute), call, chunk_rows or fitting), here)
+
+
+def rows_of_a_chunk(device: torch.device, row_bytes: int) -> int:
+    """How many rows of logits fit the memory that a device gives to one buffer of them."""
+    if device.type != "cuda":
+        return max(16, CHUNK_BYTES // row_bytes)
+    # Few passes over the head and its gradient; and products in whole tiles.
+    return max(1, GPU_CHUNK_BYTES // row_bytes // 256) * 256
 
 
 def _check(
@@ -169,6 +179,7 @@ class Student(Protocol):
 
     rows: int
     wants: bool  # some leaf wants a gradient
+    narrow: torch.dtype  # what that of the logits is rounded to, sooner or later
 
     @property
     def leaves(self) -> Sequence[Tensor | None]:
@@ -193,14 +204,15 @@ class _HeadProduct:
 
     def __init__(self, hidden: Tensor, head: Head, shard: VocabShard, compute: torch.dtype) -> None:
         self.leaves = (hidden, head.weight, head.bias)
-        self.rows, self._hidden, self._shard = hidden.shape[0], hidden, shard
+        self.rows, self.narrow, self._hidden, self._shard = hidden.shape[0], hidden.dtype, hidden, shard
         # Its cap comes later, block by block, together with the slope of the cap.
         self._head = replace(head, weight=head.weight.to(hidden.dtype), softcap=None)
         enabled = torch.is_grad_enabled()
         of_hidden, of_weight, of_bias = (enabled and x is not None and x.requires_grad for x in self.leaves)
         self.wants = of_hidden or of_weight or of_bias
         self._grad_hidden = torch.empty_like(hidden) if of_hidden else None
-        self._grad_weight = torch.zeros_like(head.weight, dtype=compute) if of_weight else None
+        self._grad_weight = torch.empty_like(head.weight, dtype=compute) if of_weight else None
+        self._chunks = 0  # that are in it
         self._grad_bias = torch.zeros(head.width, dtype=compute, device=hidden.device) if of_bias else None
 
     def logits(self, chunk: slice, out: Tensor) -> Tensor:
@@ -212,13 +224,16 @@ class _HeadProduct:
         if self._grad_hidden is not None:
             torch.mm(narrow, self._head.weight, out=self._grad_hidden[chunk])
         if self._grad_weight is not None:
-            wide_product(narrow.t(), hidden, self._grad_weight, add=True)
+            wide_product(narrow.t(), hidden, self._grad_weight, add=self._chunks > 0)
         if self._grad_bias is not None:
-            self._grad_bias += grad.sum(0)
+            self._grad_bias += grad.sum(0, dtype=self._grad_bias.dtype)
+        self._chunks += 1
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         if self._grad_hidden is not None and self._shard.group is not None:
             dist.all_reduce(self._grad_hidden, group=self._shard.group)
+        if self._grad_weight is not None and not self._chunks:
+            self._grad_weight.zero_()
         found = (self._grad_hidden, self._grad_weight, self._grad_bias)
         return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in zip(found, self.leaves, strict=True))
 
@@ -274,14 +289,11 @@ def _whole(kd: Tensor, ce: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 def _all_rows(student: Student, call: Call, chunk_rows: int) -> tuple[Tensor, Tensor]:
     """This rank's parts of the rows' divergence and cross-entropy, with the gradients left with the student."""
     dtype, device, shard, rows = call.buffers.dtype, call.buffers.device, call.shard, student.rows
-    n = max(1, min(rows, chunk_rows))
-    # A dense target needs five such buffers at once, the others two at most: as much cache is good for more rows.
-    several = 1 if any(isinstance(comparison, DenseRows) for _, comparison in call.comparisons) else 4
-    b = max(1, min(n, several * BLOCK_BYTES // (dtype.itemsize * max(1, shard.size))))
-    if shard.group is not None or device.type != "cpu":
-        b = n  # collectives and kernel launches are few when blocks are large
+    kernels = kernels_for(call)
+    call = replace(call, padded=kernels is not None)
     kd, ce = torch.zeros(2, rows, dtype=dtype, device=device)
-    chunks = list(_cut(rows, n, np.concatenate([Comparison.joined, *(c.joined for _, c in call.comparisons)])))
+    joined = np.concatenate([Comparison.joined, *(c.joined for _, c in call.comparisons)])
+    chunks = list(_cut(rows, max(1, min(rows, chunk_rows)), joined))
     largest = max((chunk.stop - chunk.start for chunk in chunks), default=0)
     room = call.room("student", largest, shard.size)
     for chunk in chunks:
@@ -289,14 +301,41 @@ def _all_rows(student: Student, call: Call, chunk_rows: int) -> tuple[Tensor, Te
         logits = student.logits(chunk, room[:count])
         for _, comparison in call.comparisons:
             comparison.begin(logits, chunk, call)
-        for first in range(0, count, b):
-            block = slice(first, min(first + b, count))
-            at = slice(chunk.start + block.start, chunk.start + block.stop)
-            kd[at], ce[at] = loss_of_rows(logits[block], at, call)
-        if student.wants:
-            student.back(chunk, logits)
+        if kernels is not None:
+            grad = _room_for_gradient(student, call, logits)
+            kd[chunk], ce[chunk] = kernels(logits, grad, chunk, call)
+        else:
+            grad = logits
+            for at in _blocks(chunk, call):
+                inside = slice(at.start - chunk.start, at.stop - chunk.start)
+                kd[at], ce[at] = loss_of_rows(logits[inside], at, call)
+        if grad is not None and student.wants:
+            student.back(chunk, grad)
     call.buffers.free()
     return kd, ce
+
+
+def _room_for_gradient(student: Student, call: Call, logits: Tensor) -> Tensor | None:
+    """In place of the logits, or narrow at once where it would be narrowed later: half as much to write and to read."""
+    if not student.wants:
+        return None
+    if student.narrow not in (torch.bfloat16, torch.float16):
+        return logits
+    return call.buffers.padded("gradient", logits.shape[0], logits.shape[1], student.narrow)
+
+
+def _blocks(chunk: slice, call: Call) -> Iterator[slice]:
+    """Rows that are worked on together."""
+    dtype, shard, count = call.buffers.dtype, call.shard, chunk.stop - chunk.start
+    if shard.group is not None or call.buffers.device.type != "cpu":
+        # Collectives and launches are few when blocks are large. Ranks cut alike.
+        b = CHUNK_BYTES // (dtype.itemsize * shard.widest)
+    else:
+        # A dense target needs five such buffers at once, the others two at most: as much cache is good for more rows.
+        several = 1 if any(isinstance(comparison, DenseRows) for _, comparison in call.comparisons) else 4
+        b = several * BLOCK_BYTES // (dtype.itemsize * max(1, shard.size))
+    b = max(1, min(count, b))
+    return (slice(first, min(first + b, chunk.stop)) for first in range(chunk.start, chunk.stop, b))
 
 
 def _cut(rows: int, n: int, joined: Ints) -> Iterator[slice]:

@@ -124,6 +124,7 @@ class _ReadyLogits:
 
     def __init__(self, logits: Tensor, rows: Tensor, masked: Tensor | None, rounded: float) -> None:
         self.leaves, self.rows, self.wants = (logits,), len(rows), torch.is_grad_enabled() and logits.requires_grad
+        self.narrow = logits.dtype
         self._logits, self._rows, self._masked, self._rounded = logits, rows, masked, rounded
         self._grad = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device) if self.wants else None
 

@@ -30,15 +30,19 @@ class Buffers:
         self.dtype, self.device = dtype, device
         self._flat: dict[str, Tensor] = {}
 
-    def __call__(self, name: str, rows: int, width: int) -> Tensor:
+    def __call__(self, name: str, rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
         size = rows * width
         flat = self._flat.pop(name, None)
         if flat is None or flat.numel() < size:
             del flat
             with torch.inference_mode(False):  # or it could not be written to outside of that mode
-                flat = torch.empty(size, dtype=self.dtype, device=self.device)
+                flat = torch.empty(size, dtype=dtype or self.dtype, device=self.device)
         self._flat[name] = flat
         return flat[:size].view(rows, width)
+
+    def padded(self, name: str, rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """With rows a multiple of 16 columns apart, so that a GPU reads 128 bits at a time, and a column to spare at least."""
+        return self(name, rows, (width // 16 + 1) * 16, dtype)[:, :width]
 
     def free(self) -> None:
         self._flat.clear()
@@ -69,11 +73,14 @@ class Call:
     same_ids: bool = False  # every dense target is over all of the student's ids, on every rank
     differentiate: bool = True
     row_values: bool = True  # False: values are left in the ranks' parts
+    padded: bool = False  # rows of logits are padded, as the kernels (losses/kernels) read them
 
     def room(self, name: str, rows: int, width: int) -> Tensor:
         """For the logits of a chunk. On a CPU it is kept for the next call: a system fills fresh pages with zeros, which takes
         7 % of a call (dense, 1,024 rows, 49,152 ids). The allocators of other devices keep what was freed by themselves."""
         own = self.buffers
+        if self.padded:
+            return own.padded(name, rows, width)
         if own.device.type != "cpu" or rows * width * own.dtype.itemsize > CHUNK_BYTES:
             return own(name, rows, width)
         return _KEPT.buffers.setdefault(own.dtype, Buffers(own.dtype, own.device))(name, rows, width)
@@ -213,10 +220,10 @@ class DenseRows(Comparison):
 
     def __init__(self, read: Callable[[slice, Tensor], Tensor], width: int, name: str = "teacher") -> None:
         self._read, self._width, self._name = read, width, name
-        self._logits, self._start = torch.empty(0), 0
+        self.logits, self._start = torch.empty(0), 0
 
     def begin(self, logits: Tensor, chunk: slice, call: Call) -> None:
-        self._logits = self._read(chunk, call.room(self._name, len(logits), self._width))
+        self.logits = self._read(chunk, call.room(self._name, len(logits), self._width))
         self._start = chunk.start
 
     def block(self, logq: Tensor, rows: slice, call: Call) -> Block:
@@ -236,7 +243,7 @@ class DenseRows(Comparison):
         return replace(block, normalizers=(masses[1], masses[0])), masses[0 if plain is None else 2], largest
 
     def _block(self, logq: Tensor, rows: slice, call: Call) -> Block:
-        logp = self._logits[rows.start - self._start : rows.stop - self._start]
+        logp = self.logits[rows.start - self._start : rows.stop - self._start]
         q, p, spare = (call.buffers(name, *logp.shape) for name in ("q", "p", "spare"))
         return Block(logp, logq, p, q, spare, call.shard)
 
@@ -278,7 +285,7 @@ class TopKRows(Comparison):
         kept_mass, rest_mass = shard.total(kept.exp().sum(-1), z.sum(-1))
         rest = rest_largest - largest + rest_mass.log()
         logq = torch.cat([kept, rest[:, None]], -1).sub_(_mass(kept_mass + rest.exp()).log()[:, None])
-        value, factor, grad = self._compared(logq, rows, call)
+        value, factor, grad = self.compared_entries(logq, rows, call)
         from_rest, rest_mass = grad[:, -1], _mass(rest_mass)
         if drawn is not None:
             share = target.tail[rows].to(z.dtype).exp()
@@ -293,7 +300,7 @@ class TopKRows(Comparison):
         shard.scatter_add(z, ids, grad[:, :-1] if absent is None else grad[:, :-1].masked_fill(absent, 0.0))
         return value, factor
 
-    def _compared(self, logq: Tensor, rows: slice, call: Call) -> tuple[Tensor, float, Tensor]:
+    def compared_entries(self, logq: Tensor, rows: slice, call: Call) -> tuple[Tensor, float, Tensor]:
         """Values, factor and the gradient at K + 1 buckets with the student's log-probabilities [b, K + 1]."""
         target, shard = self.target, call.shard
         logq = logq.clamp_(min=LOG_FLOOR)
@@ -317,12 +324,23 @@ class TopKRows(Comparison):
 
     def _drawn(self, z: Tensor, rows: slice, call: Call) -> Tensor | None:
         """This rank's part of: the mean of the student's logits [b] at draws from the teacher's rest, and the teacher's entropy
-        in it. None when there are no draws or they do not serve: they are unbiased for forward KL alone."""
-        samples, entropy = self.target.tail_samples, self.target.tail_entropy
-        if samples is None or call.params.divergence != "forward_kl" or call.params.entropy_gate is not None:
+        in it. None where there are no draws that serve."""
+        samples = self.target.tail_samples
+        if samples is None or not self.draws_serve(call.params):
             return None
-        mean = call.shard.gather(z, samples[rows], 0.0).sum(-1) / samples.shape[1]
-        return mean if entropy is None else mean + call.shard.once(entropy[rows].to(z.dtype))
+        return self.drawn_mean(call.shard.gather(z, samples[rows], 0.0).sum(-1), rows, call.shard)
+
+    def draws_serve(self, params: LossParams) -> bool:
+        """Whether there are draws from the teacher's rest, and they serve: they are unbiased for forward KL alone."""
+        there = self.target.tail_samples is not None
+        return there and params.divergence == "forward_kl" and params.entropy_gate is None
+
+    def drawn_mean(self, total: Tensor, rows: slice, shard: VocabShard) -> Tensor:
+        """`_drawn`, from the sum of the logits here."""
+        samples, entropy = self.target.tail_samples, self.target.tail_entropy
+        assert samples is not None
+        mean = total / samples.shape[1]
+        return mean if entropy is None else mean + shard.once(entropy[rows].to(total.dtype))
 
 
 @dataclass

@@ -15,6 +15,7 @@ from rich.console import Console
 from potstill.config import Recipe
 from potstill.config.recipe import load_recipe
 from potstill.data import Feed, PreparedStep, StoppedWaiting
+from potstill.losses.kernels import kernels_note
 from potstill.parallel.agree import Agreed, everyones, exchanged, raise_together
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import pick_device, ranks, world
@@ -73,7 +74,7 @@ def _train(
         parts = assemble(recipe, askers)
         for fact in parts.facts:
             console.print(fact, highlight=False, markup=False)
-        for note in [*parts.notes, *filter(None, [restarts_cannot_succeed()])]:
+        for note in [*parts.notes, *filter(None, [restarts_cannot_succeed(), kernels_note(parts.device)])]:
             warn(note)
         recipe, run = parts.recipe, resume(parts, checkpoints, console)
         watching = [*watchers(recipe, console, warn), *callbacks] if here.first else []
