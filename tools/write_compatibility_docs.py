@@ -111,6 +111,10 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "a server": {"compared": True, **SERVED, "signal": "hidden"},
     },
     "evaluation": {"`eval.on_policy_samples`, and no other teacher": {}},
+    "own": {
+        "a copy (`student: frozen` or `ema`)": {"own": "frozen"},
+        "the student that trains (`student: live`, or `adapter: false`)": {"own": "live", "shared": True},
+    },
     "cache": {"beside a model or server": {}, "alone": {"alone": True}},
 }
 TABLES = [
@@ -126,6 +130,8 @@ TABLES = [
     ("Servers and what they are asked for", "asked", "server"),
     ("Teachers that the student's own text is compared with", "compared", "evaluation"),
     ("Caches and whose text is trained on", "cache", "text"),
+    ("The student as its own teacher and whose text is trained on", "own", "text"),
+    ("The student as its own teacher and how the work is spread", "own", "parallel"),
     ("Whose text is trained on and how the work is spread", "parallel", "text"),
 ]
 

@@ -9,6 +9,7 @@ EXTRAS = {
     "gcs": ("gcsfs",),
     "http": ("aiohttp", "requests"),
     "import": ("array-record", "protobuf"),
+    "lora": ("peft",),
     "quant": ("bitsandbytes",),
     "s3": ("s3fs",),
     "serve": ("starlette", "uvicorn"),

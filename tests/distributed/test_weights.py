@@ -8,9 +8,10 @@ from ranks import on_ranks
 from sharded_students import backward, in_world, sharded
 from tiny_families import V, make_model
 
+from potstill.models.adapters import plain_weights
 from potstill.parallel.gradients import clip
 from potstill.parallel.mesh import Ranks, ranks
-from potstill.parallel.weights import whole, whole_tensors
+from potstill.parallel.weights import whole
 from potstill.training.student import StudentLoss
 
 TWO = [("llama-tied", {}), ("llama-tied", {"tp": 2}), ("phi3", {"tp": 2})]
@@ -28,7 +29,7 @@ FOUR = [
 def gathered(family: str, sizes: dict[str, int]) -> None:
     with in_world(**sizes):
         module = sharded(family)
-        found = dict(whole_tensors(module.model))
+        found = dict(plain_weights(module.model))
     alone = make_model(family).model
     expected = alone.state_dict()
     if alone.config.tie_word_embeddings:
@@ -81,7 +82,7 @@ def each(work, layouts):
 
 def test_of_one_process_nothing_is_copied_and_the_norm_is_that_of_torch():
     module = StudentLoss(make_model("llama-tied")).train()
-    found = dict(whole_tensors(module))
+    found = dict(plain_weights(module))
     assert found["model.model.norm.weight"].data_ptr() == module.model.model.norm.weight.data_ptr()
     backward(module, ranks())
     twin = StudentLoss(make_model("llama-tied")).train()

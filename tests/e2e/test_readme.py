@@ -96,7 +96,7 @@ def beside_the_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", ["README.md", "docs/getting-started.md", "docs/losses.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/getting-started.md", "docs/losses.md", "docs/students.md"])
 def test_commands_and_python(name: str, beside_the_recipes: Path) -> None:
     found = blocks(ROOT / name)
     assert found
@@ -110,7 +110,7 @@ def test_commands_and_python(name: str, beside_the_recipes: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", ["distil", "chat", "cross-tokenizer"])
+@pytest.mark.parametrize("name", ["distil", "chat", "cross-tokenizer", "lora"])
 def test_recipes_run(name: str, beside_the_recipes: Path) -> None:
     recipe = load_recipe(f"recipes/{name}.yaml", ["train.steps=2", "train.epochs=null", *QUICK])
     run = train(recipe)
@@ -129,5 +129,5 @@ def test_the_recipe_in_the_readme_runs(beside_the_recipes: Path) -> None:
 def test_other_documents_hold_no_commands() -> None:
     """So that none is written there that no test runs."""
     # The last three by test_use_elsewhere.py, test_cache_convert.py and test_extending.py.
-    tested = {"getting-started.md", "losses.md", "use-elsewhere.md", "cache-format.md", "extending.md"}
+    tested = {"getting-started.md", "losses.md", "students.md", "use-elsewhere.md", "cache-format.md", "extending.md"}
     assert not [d.name for d in (ROOT / "docs").glob("*.md") if d.name not in tested and blocks(d)]

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import cache_quality  # noqa: E402
 import cross_quality  # noqa: E402
+import lora  # noqa: E402
 import scale  # noqa: E402
 from loss_page import page, plot  # noqa: E402
 
@@ -81,6 +82,15 @@ def test_what_a_student_loses_is_what_was_measured():
     assert cache_quality.lost(results, f"top-{cache_quality.K} + {cache_quality.REST} draws from the rest")[0] <= 0.01
     assert cache_quality.lost(results, f"sampled, {cache_quality.DRAWS} draws")[0] <= 0.1
     assert cache_quality.lost(results, f"top-{cache_quality.K}, renormalised")[0] > 1
+
+
+def test_what_adapters_save_is_what_was_measured():
+    """The page has the results' table; a student with adapters takes less memory, the loss with a frozen head 0.75 at most."""
+    text = (ROOT / "docs" / "students.md").read_text(encoding="utf-8")
+    assert lora.with_table(text) == text, "run python benchmarks/lora.py --only-docs"
+    found = json.loads(lora.RESULT.read_text(encoding="utf-8"))
+    assert found["loss"]["ratio"] <= 0.75
+    assert found["steps"]["LoRA, r 16"]["peak_mb"] < 0.7 * found["steps"]["all weights"]["peak_mb"]
 
 
 def test_what_a_student_learns_beside_trl_is_what_was_measured():

@@ -90,6 +90,8 @@ class Recipe(Section):
         for index, teacher in enumerate(self.teachers):
             if teacher.cache is not None and Path(teacher.cache).resolve() == Path(self.run).resolve():
                 yield f"teachers[{index}].cache is the run's own folder ({self.run}): give one of them another"
+            if not teacher.adapter and self.student.lora is None:
+                yield f"teachers[{index}].adapter: there is no adapter to leave out: give student.lora, or leave it out"
         if self.train.epochs is not None and any(s.weight is not None for s in self.data.sources):
             yield "train.epochs reads every source whole, so weights have no meaning: use train.steps"
         tokens, longest = self.train.tokens_per_micro_batch, self.data.max_length
@@ -97,6 +99,11 @@ class Recipe(Section):
             yield (
                 f"train.tokens_per_micro_batch {tokens} has no room for a row of data.max_length {longest}: raise it to "
                 f"{longest} at least, or lower data.max_length"
+            )
+        if self.student.lora is not None and self.student.lora.use_dora and self.parallel.tp > 1:
+            yield (
+                "student.lora.use_dora: the lengths of rows that tensor parallelism cuts are not known on one rank: set "
+                "parallel.tp to 1"
             )
         if self.ce_weight == 0 and (not self.teachers or self.loss.kd_weight == 0):
             why = "loss.kd_weight is 0" if self.teachers else "there is no teacher"

@@ -51,6 +51,8 @@ class Combination:
     own_ranks: bool = False  # this teacher's
     vllm_within: bool = False  # what the student writes, vLLM does in the training's process
     teacher_tp: int | Literal["auto"] = "auto"
+    own: Literal["frozen", "ema", "live"] | None = None  # the teacher is the student itself
+    shared: bool = False  # … with the student's own weights in memory
 
     @classmethod
     def of(
@@ -88,7 +90,9 @@ class Combination:
         made = replace(made, placement=teacher.placement, own_ranks=teacher.ranks > 0, teacher_tp=teacher.tp)
         made = replace(made, server=None if teacher.server is None else "unknown")
         if teacher.kind != "cache":
-            signal = {"model": "live", "server": teacher.remote.kind}.get(teacher.kind)
+            signal = {"model": "live", "student": "live", "server": teacher.remote.kind}.get(teacher.kind)
+            shared = teacher.student == "live" or not teacher.adapter
+            made = replace(made, own=teacher.student, shared=shared)
             return replace(made, holder="server" if teacher.kind == "server" else "model", signal=signal)
         if teacher.model is None and teacher.server is None:
             return replace(made, holder="cache", alone=True)
@@ -261,6 +265,17 @@ RULES = (
         lambda c: c.signal == "student_top_k" and (c.ranks > 1 or c.cp > 1 or c.tp > 1),
         "student_top_k asks about the tokens that the student likes best, for which it has to be whole in one process: start "
         "one, or use remote.kind: top_k or hidden",
+    ),
+    Rule(
+        "teacher",
+        lambda c: c.shared and (c.ranks > 1 or c.cp > 1 or c.tp > 1 or c.ep > 1),
+        "the student's own weights are spread over the ranks of the run, which compute them together and with gradients: use "
+        "student: frozen or ema, which are copies, or start one process",
+    ),
+    Rule(
+        "rollouts.teacher_fraction",
+        lambda c: c.writes and c.shared,
+        "the first teacher is the student as it trains: use rollouts.on_policy_fraction for what it writes",
     ),
     # What the signal holds
     Rule(

@@ -12,6 +12,26 @@ from potstill.config.sections import Positive, Section, ServerAddress, key
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (peft) that learn in place of the student's own weights; docs/students.md."""
+
+    r: Positive = key(16, "rank of the two matrices that are learnt for each matrix of the student")
+    alpha: float = key(32.0, "their product counts alpha ÷ r (with use_rslora: alpha ÷ √r)", gt=0)
+    dropout: float = key(0.0, "probability of dropout before the first of them", ge=0, lt=1)
+    target_modules: str | list[str] = key(
+        "all-linear", "which modules get them: names, a regular expression of whole names, or all-linear (but the head)"
+    )
+    modules_to_save: list[str] = key([], "modules that are trained whole, such as lm_head where it is not tied")
+    use_dora: bool = key(False, "DoRA: the length of each row is learnt apart from its direction")
+    use_rslora: bool = key(False, "rsLoRA: scale by alpha ÷ √r")
+    peft: dict[str, Any] = key({}, "further keys of peft.LoraConfig, such as rank_pattern or layers_to_transform")
+    export: Literal["merged", "adapter", "both"] = key(
+        "merged",
+        "what there is at the end of the run besides the adapter of the checkpoints: RUN/merged, the whole model with "
+        "the adapter added to its weights (merged, both), or nothing more (adapter)",
+    )
+
+
 class StudentConfig(Section):
     """The model that learns. Exactly one of `model`, `from` (with `layers`) and `config` (with `tokenizer`)."""
 
@@ -36,6 +56,12 @@ class StudentConfig(Section):
         ge=0,
         lt=1,
     )
+    lora: LoraConfig | None = key(None, "train low-rank adapters in place of its own weights (extra `lora`)")
+    freeze: list[str] = key(
+        [],
+        "parameters that learn nothing: patterns of names between dots, such as embed_tokens or layers.[0-3].* "
+        "(shell-like; layers.1 is not layers.10)",
+    )
     trust_remote_code: bool = key(False, "run model code from the hub")
 
     @model_validator(mode="after")
@@ -51,7 +77,20 @@ class StudentConfig(Section):
             raise ValueError("config needs a model_type, such as llama or gpt2")
         if self.config is not None and self.tokenizer is None:
             raise ValueError("a fresh model (config) needs a tokenizer")
+        if self.lora is not None:
+            self._adapted(self.lora)
         return self
+
+    def _adapted(self, lora: LoraConfig) -> None:
+        if self.config is not None:
+            raise ValueError("lora goes with model or from: a fresh model has nothing that an adapter could add to")
+        if self.freeze:
+            raise ValueError("lora freezes all but its adapters and modules_to_save: leave freeze out")
+        if lora.export != "merged" and self.from_ is not None:
+            raise ValueError(
+                "lora.export: an adapter of some layers of a model goes with no model that there is: use merged, or make the "
+                "model first (train.steps=1) and name it as model"
+            )
 
 
 class StoreConfig(Section):
@@ -133,6 +172,15 @@ class TeacherConfig(Section):
         None,
         "address of `potstill serve`, or of an OpenAI-compatible server that gives prompt log-probabilities (vLLM)",
     )
+    student: Literal["frozen", "ema", "live"] | None = key(
+        None,
+        "self-distillation, the student itself: its weights as they began, their moving average, or as they are now "
+        "(with a `context_column`)",
+    )
+    decay: float = key(0.999, "student: ema: what the average keeps of itself at each step", ge=0, lt=1)
+    adapter: bool = key(
+        True, "with `student` and student.lora; false: without what the adapters add, in the student's own memory"
+    )
     source: str | None = key(
         None, "a source of your own, by its name in `TEACHER_SOURCES of config/registry.py` (docs/extending.md)"
     )
@@ -180,9 +228,13 @@ class TeacherConfig(Section):
 
     @model_validator(mode="after")
     def _an_origin(self) -> TeacherConfig:
-        given = [name for name in ("model", "server", "cache", "source") if getattr(self, name) is not None]
+        given = [name for name in ("model", "server", "cache", "source", "student") if getattr(self, name) is not None]
         if not given:
-            raise ValueError("give model, server or cache, or a cache beside one of the others")
+            raise ValueError("give model, server or cache, or a cache beside one of the others; or student")
+        if "student" in given:
+            self._own(given)
+        elif (self.decay, self.adapter) != (0.999, True):
+            raise ValueError("decay and adapter go with student")
         if "model" in given and "server" in given:
             raise ValueError("give model or server, not both: they would be two teachers")
         if "source" in given and len(given) > 1:
@@ -198,6 +250,24 @@ class TeacherConfig(Section):
         elif (self.tokenizer, self.served_model_name, self.remote) != (None, None, RemoteConfig()):
             raise ValueError("tokenizer, served_model_name and remote go with server")
         return self
+
+    def _own(self, given: list[str]) -> None:
+        if len(given) > 1:
+            raise ValueError(f"student goes without {next(name for name in given if name != 'student')}")
+        if self.student == "live" and self.adapter and self.context_column is None:
+            raise ValueError(
+                "student: live would say what the student says: give it a context_column, or take ema or frozen"
+            )
+        if self.student == "ema" and not self.adapter:
+            raise ValueError(
+                "adapter: false goes with student: frozen or live, for what has no adapter does not change"
+            )
+        if self.decay != 0.999 and self.student != "ema":
+            raise ValueError("decay goes with student: ema")
+        if self.quantize or self.revision or self.dtype != "auto" or self.attn_implementation:
+            raise ValueError(
+                "student goes without revision, dtype, quantize and attn_implementation: they are the student's"
+            )
 
     def _placed(self) -> None:
         if self.model is None:
@@ -236,9 +306,12 @@ class TeacherConfig(Section):
 
     @property
     def name(self) -> str:
-        return self.model or self.server or self.cache or self.source or ""
+        own = None if self.student is None else f"the student ({self.student})"
+        return self.model or self.server or self.cache or self.source or own or ""
 
     @property
     def kind(self) -> str:
         """What its signal comes from, as `TEACHER_SOURCES of config/registry.py` names it."""
+        if self.student is not None:
+            return "student"
         return self.source or ("cache" if self.cache is not None else "server" if self.server is not None else "model")

@@ -29,6 +29,7 @@ TEACHER_SOURCES: Table = {
     "model": "potstill.teachers.open:open_model",
     "server": "potstill.teachers.open:open_served",
     "cache": "potstill.teachers.open:open_cached",
+    "student": "potstill.teachers.own:open_own",
 }
 # A function EngineSetup → Engine
 ROLLOUT_ENGINES: Table = {

@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
 from potstill.extras import missing_extra
+from potstill.models.adapters import adapter_base, with_adapter
 from potstill.models.language_model import LanguageModel, backbone
 from potstill.models.libraries import check_counts, loading, reason, refuse_damaged
 from potstill.models.probe import probed
@@ -154,6 +155,13 @@ def _other_parts(model: PreTrainedModel) -> list[str]:
 
 def _pretrained(name: str, where: str, config: StudentConfig | TeacherConfig, **options: Any) -> PreTrainedModel:
     refuse_damaged(name, where)
+    with loading(name, where, "model"):
+        base = adapter_base(name, config.revision)
+    if base is not None:  # an adapter alone; whose code runs is the recipe's to say, not that of a file in there
+        plain = config.model_copy(update={"revision": None, "trust_remote_code": False})
+        model = _pretrained(base, where, plain, **options)
+        with loading(name, where, "adapter"):
+            return with_adapter(model, locate(name), where)
     options |= _load_options(options["dtype"], config.attn_implementation)
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     with loading(name, where, "model"):

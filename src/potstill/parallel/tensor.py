@@ -45,11 +45,31 @@ def _plan(model: PreTrainedModel, experts: bool) -> dict[str, str]:
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {name for name, module in model.named_modules() if module in tables}
     other = re.compile("|".join(re.escape(name) + r"(\..+)?" for name in model.ep_plan)) if experts else None
-    return {
+    plan = {
         name: style
         for name, style in model.tp_plan.items()
         if name not in names and not (other is not None and other.fullmatch(name))
     }
+    return _with_adapters(model, plan)
+
+
+def _with_adapters(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
+    """A matrix that is cut by columns has an adapter whose second matrix is, one that is cut by rows one whose first is; the
+    other of the two is a copy on every rank, and so are its gradients."""
+    cut = {"colwise": "lora_B", "rowwise": "lora_A"}
+    adapted = {replace_layer_number_by_wildcard(n) for n, m in model.named_modules() if "base_layer" in m._modules}
+    found: dict[str, str] = {}
+    for name, style in plan.items():
+        if name not in adapted:
+            found[name] = style
+        elif style in cut:
+            found |= {f"{name}.base_layer": style, f"{name}.{cut[style]}.default": style}
+        else:
+            raise PotstillError(
+                f"student.lora: parallel.tp cuts {name} of {model.config.model_type} models ({style}) in a way that an "
+                "adapter cannot follow: leave it out of student.lora.target_modules, or set parallel.tp to 1"
+            )
+    return found
 
 
 def check_tensors(model: PreTrainedModel, tp: int, *, experts: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that may be spread over ranks: whole, one by one, for engines, exports and fingerprints; and which part is here."""
+"""Tensors that may be spread over ranks: whole, and which part is here."""
 
 from __future__ import annotations
 
@@ -14,14 +14,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from potstill.parallel.mesh import ranks
 
 Box = tuple[slice, ...]  # from where to where in each dimension
-
-
-def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Everything in a model's state dict by name, each tensor once however many names it has, whole on every rank that has a
-    part of the model. All of them must go through all of it together: each tensor is gathered when it is asked for, and none
-    is kept. Buffers outside the state dict are whole on every rank as they are."""
-    for name, tensor in weights_of(model).items():
-        yield name, whole(tensor)
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:

@@ -19,9 +19,9 @@ from potstill.config import SamplingConfig
 from potstill.models import LanguageModel, backbone, evaluating
 from potstill.models.decoding import Kept, Reread
 from potstill.models.libraries import reason
+from potstill.models.whole_copy import take_weights, whole_copy
 from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
 from potstill.rollouts.sampling import draw, uniforms
-from potstill.rollouts.whole_copy import take_weights, whole_copy
 from potstill.rollouts.writing_ranks import ALONE, WritingRanks
 from potstill.types import PotstillError
 

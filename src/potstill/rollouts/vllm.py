@@ -14,12 +14,12 @@ from torch import Tensor
 from potstill.config.compatibility import Combination, check
 from potstill.config.rollouts import RolloutsConfig, SamplingConfig
 from potstill.models import LanguageModel, evaluating
+from potstill.models.whole_copy import take_weights, whole_copy
 from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
 from potstill.rollouts.sampling import drawn_from
 from potstill.rollouts.vllm_process import VLLMProcess
 from potstill.rollouts.vllm_requests import check_sampling
 from potstill.rollouts.vllm_server import PATIENCE, VLLMServer
-from potstill.rollouts.whole_copy import take_weights, whole_copy
 from potstill.rollouts.writing_ranks import ALONE, WritingRanks
 from potstill.types import PotstillError
 

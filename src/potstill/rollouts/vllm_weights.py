@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from potstill.files import UNFINISHED, could_not_write, refusal
 from potstill.models import LanguageModel
-from potstill.parallel.weights import whole_tensors
+from potstill.models.adapters import plain_names, plain_weights
 from potstill.types import PotstillError
 
 SHARD_BYTES = 2**31  # safetensors holds a file's bytes in memory once more while it writes
@@ -25,10 +25,10 @@ def named_weights(student: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     end. A head that shares the embeddings' weights is named like any other: where it packs them for its products (on CPUs),
     vLLM keeps the old ones unless it is given them under the head's name too."""
     names: dict[int, list[str]] = {}
-    for name, tensor in student.model.state_dict(keep_vars=True).items():
+    for name, tensor in plain_names(student.model).items():
         names.setdefault(id(tensor), []).append(name)
     others = {first: more for first, *more in names.values()}
-    for _, layer in groupby(whole_tensors(student.model), lambda found: _layer(found[0])):
+    for _, layer in groupby(plain_weights(student.model), lambda found: _layer(found[0])):
         weights = {name: tensor for first, tensor in layer for name in (first, *others[first])}
         yield from revert_weight_conversion(student.model, weights).items()
 

@@ -22,6 +22,7 @@ from potstill.config.registry import TEACHER_SOURCES, load
 from potstill.config.sections import fixed_value
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel, difference, load_teacher, load_tokenizer, same_tokenizer, shared_ids
+from potstill.models.average import MovingAverage
 from potstill.models.placed import load_elsewhere
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import ranks
@@ -48,6 +49,7 @@ class TeacherSet:
     identities: list[str | None] = field(default_factory=list)  # fingerprints of those behind servers
     writer: LanguageModel | RemoteOrigin | None = None  # the first of them, where it can be asked to write
     other_tokenizer: bool = False  # one of them has another than the student
+    averages: Sequence[MovingAverage] = ()  # of the student's weights
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,15 @@ class Opened:
     teacher: Teacher[SignalSource]
     origin: LanguageModel | RemoteOrigin | None = None  # what computes its signal
     difference: str | None = None  # of its tokenizer from the student's
+    average: MovingAverage | None = None  # what is to be told of every step, where it is made of the student's weights
 
 
 def open_model(opening: Opening) -> Opened:
+    return open_loaded(opening, opening.model())
+
+
+def open_loaded(opening: Opening, model: LanguageModel) -> Opened:
     config, student = opening.config, opening.student
-    model = opening.model()
     reason = difference(student.tokenizer, model.tokenizer)
     opening.check(reason)
     if reason is None and config.context_column is None:
@@ -242,6 +248,7 @@ def open_teachers(
         identities,
         opened[0].origin if opened else None,
         any(one.difference is not None for one in opened),
+        [one.average for one in opened if one.average is not None],
     )
 
 

@@ -1,9 +1,10 @@
 """Checkpoints: the student in Hugging Face format beside what training needs to resume exactly where it was.
 
 step-00000400/
-  model/         the student, as `from_pretrained` loads it, with its tokenizer
+  model/         the student, as `from_pretrained` loads it, or its adapter, as peft does; with its tokenizer
   state/         optimizers (and weights that model/ holds in another form), in safetensors, files of every rank
   rollouts.safetensors  texts that were written and not yet trained on, where there are any
+  average-0.safetensors  the student's moving average, where that is a teacher
   progress.json  step, position in the data, totals
   manifest.json  sizes and checksums of the above
 
@@ -36,7 +37,8 @@ from potstill.files import (
     remove_unfinished,
     write_text,
 )
-from potstill.models import quiet
+from potstill.models.adapters import save_description
+from potstill.models.average import save_averages
 from potstill.parallel.agree import everyones, exchanged, first_alone, gathered, of_first, together
 from potstill.parallel.markers import Markers
 from potstill.parallel.mesh import ranks
@@ -126,10 +128,10 @@ class Checkpoints:
         beside = begin_folder(path)
         with filling(beside, path):
             (beside / "state").mkdir()
-            with quiet():
-                parts.student.model.save_pretrained(beside / "model", state_dict={})
+            save_description(parts.student.model, beside / "model")
             parts.student.save_words(beside / "model")
             feed.save(beside, progress.data or {})
+            save_averages(parts.averages, beside)
             write_text(beside / "progress.json", json.dumps(vars(progress)))
         return beside, [str(each.relative_to(beside)) for each in beside.rglob("*") if each.is_file()]
 

@@ -24,6 +24,7 @@ from potstill.parallel.stop import Stop, stop_signal
 from potstill.parallel.watch import Watch, restarts_cannot_succeed
 from potstill.teachers.placed import asking, own_ranks, serve_teacher
 from potstill.training.checkpoint import Saver
+from potstill.training.export import export_merged
 from potstill.training.feed import open_feed
 from potstill.training.logging import tell, told, watchers
 from potstill.training.metrics import Stopwatch
@@ -97,6 +98,9 @@ def _train(
             while run.step < run.total_steps and not run.stopped_by:
                 with watch.step(run.step + 1):
                     loop.advance()
+        lora = recipe.student.lora
+        if lora is not None and lora.export != "adapter" and run.checkpoint is not None and not run.exit_code:
+            run.merged = export_merged(parts.student, run.folder)
         if run.step == run.total_steps and here.first:
             if recipe.checkpoint.push_to_hub:
                 _push(run.model, recipe.checkpoint.push_to_hub)

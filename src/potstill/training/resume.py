@@ -15,6 +15,7 @@ from potstill.config import Recipe
 from potstill.config.recipe import changed_keys, load_recipe, recipe_yaml
 from potstill.data import check_there, count_left
 from potstill.files import json_lines, lock, remove_unfinished, write_text
+from potstill.models.average import load_averages
 from potstill.parallel.agree import first_alone, together
 from potstill.parallel.markers import Markers, restarted
 from potstill.parallel.mesh import ranks
@@ -134,6 +135,7 @@ def resume(parts: Parts, checkpoints: Checkpoints, console: Console) -> Run:
         path, progress = found
         _check_fits(parts, progress, folder)
         load_state(path, parts.module, parts.optimizers)
+        together(lambda: load_averages(parts.averages, path))
         best = None if progress.best_step is None else checkpoints.at(progress.best_step)
         told = first_alone(lambda: [record for _, record in json_lines(folder / EVALS) if record])
         evaluations = [record for record in told if record["step"] <= progress.step]

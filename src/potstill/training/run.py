@@ -31,12 +31,15 @@ class Run(Progress):
     evaluation: dict[str, Any] | None = None  # the latest one
     checkpoint: Path | None = None  # the newest one
     best: Path | None = None  # the one with the lowest bits per byte
+    merged: Path | None = None  # with student.lora: the whole model with the adapter in it, once the run has ended
     stopped_by: str | None = None  # the signal, or the reason given to stop(), that ended it early
     asked_to_stop: str | None = None
 
     @property
     def model(self) -> Path:
-        """The trained student as a folder that transformers loads."""
+        """The trained student as a folder that transformers loads (an adapter alone: with peft)."""
+        if self.merged is not None:
+            return self.merged
         assert self.checkpoint is not None, "nothing was saved yet"
         return self.checkpoint / "model"
 

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from potstill.config import DataConfig, Recipe
+from potstill.config import DataConfig, Recipe, StudentConfig
 from potstill.data import StepBatches, check_lengths, with_pieces
 from potstill.evals.reference import RunEvaluation
 from potstill.models import LanguageModel, backbone, check_fit, difference, load_student
+from potstill.models.adapters import add_lora, freeze
+from potstill.models.average import MovingAverage
 from potstill.models.dropout import set_dropout
 from potstill.parallel.agree import together
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import pick_device, ranks
 from potstill.parallel.shard import shard, split
+from potstill.shipped import locate
 from potstill.teachers.open import TeacherSet, as_teachers_need, open_teachers
 from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.teacher import Teacher
@@ -45,6 +48,7 @@ class Parts:
     identities: list[str | None] = field(default_factory=list)  # of teachers behind servers: which model they are
     notes: Sequence[str] = ()  # what is worth a word before the first step
     facts: Sequence[str] = ()  # the run's first lines
+    averages: Sequence[MovingAverage] = ()  # of the student's weights, that it learns from
 
     @property
     def bf16(self) -> bool:
@@ -101,6 +105,7 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
         teacher_set.identities,
         [*notes, *teacher_set.notes, *repeat, *lengths, *evaluation.notes],
         [said_precision(recipe, device)],
+        teacher_set.averages,
     )
 
 
@@ -133,7 +138,7 @@ def _set_repeat_weight(recipe: Recipe, teacher_set: TeacherSet) -> tuple[Recipe,
 def _open_student(recipe: Recipe, device: torch.device) -> tuple[LanguageModel, list[str]]:
     """The student as the recipe's train section wants it, and what is worth a word."""
     student = load_student(recipe.student, device, recipe.train.seed)
-    notes = [*student.notes, *_set_dropout(recipe, student)]
+    notes = [*student.notes, *_set_dropout(recipe, student), *_choose_trained(recipe.student, student)]
     if recipe.train.gradient_checkpointing:
         if not student.model.supports_gradient_checkpointing:
             raise PotstillError(
@@ -144,6 +149,16 @@ def _open_student(recipe: Recipe, device: torch.device) -> tuple[LanguageModel, 
     if recipe.train.compile:
         backbone(student.model).compile()
     return student, notes
+
+
+def _choose_trained(config: StudentConfig, student: LanguageModel) -> list[str]:
+    """Adapters, or what is frozen; what is worth a word."""
+    freeze(student.model, config.freeze)
+    if config.lora is None:
+        return []
+    name = config.model or config.from_
+    assert name is not None
+    return [add_lora(student.model, config.lora, locate(name))]
 
 
 def _spread(recipe: Recipe, student: LanguageModel, device: torch.device) -> StudentLoss:

@@ -25,9 +25,10 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from potstill.files import write_text
+from potstill.models.adapters import WEIGHTS, adapter, as_in_file, saved_weights
 from potstill.parallel.agree import first_alone, together
 from potstill.parallel.mesh import ranks
-from potstill.parallel.weights import Box, boxes, here, keeps, make_copies_equal, weights_of, whole
+from potstill.parallel.weights import Box, boxes, here, keeps, make_copies_equal, whole
 from potstill.training.optimizer import moved
 from potstill.types import PotstillError
 
@@ -97,7 +98,8 @@ def take_snapshot(
         for slot, (optimizer, parameter) in slots.items()
         for key, value in optimizer.state.get(parameter, {}).items()
     } | _masters(slots, optimizers)
-    weights, mine, files = weights_of(module), ranks().rank, _files(module)
+    weights, mine = saved_weights(module), ranks().rank
+    files = _files(weights) if adapter(model) is None else {WEIGHTS: (0, list(weights))}
     make_copies_equal([*weights.values(), *moments.values()])
     numbered: dict[str, dict[str, Tensor]] = {}
     for file, (owner, names) in files.items():
@@ -122,17 +124,19 @@ def _on_host(tensor: Tensor, copy: bool, live: Tensor) -> Tensor:
 
 
 def _as_saved(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if adapter(model) is not None:
+        return as_in_file(weights)
     ignored = set(model._keys_to_ignore_on_save or ())
     found: dict[str, Tensor] = revert_weight_conversion(model, {n: t for n, t in weights.items() if n not in ignored})
     return found
 
 
-def _files(module: nn.Module) -> dict[str, tuple[int, list[str]]]:
+def _files(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, list[str]]]:
     """Each file of model/, with the rank that writes it and the weights in it. A layer stays together, for transformers may
     make one tensor of several, or several of one."""
     layers: dict[str, list[str]] = {}
     sizes: Counter[str] = Counter()
-    for name, tensor in weights_of(module).items():
+    for name, tensor in weights.items():
         if name.startswith("model."):
             layer = LAYER.match(name)
             key = layer[1] if layer else ""
@@ -166,7 +170,7 @@ def write_index(checkpoint: Path, weights: Mapping[str, str]) -> list[str]:
 def load_state(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Put a checkpoint's tensors into module and optimizers. Of one that does not fit, nothing. Collective."""
     stored = first_alone(lambda: _readable(checkpoint, lambda: _stored(checkpoint)))
-    weights, slots = weights_of(module), _slots(module, optimizers)
+    weights, slots = saved_weights(module), _slots(module, optimizers)
     # A parameter that never had a gradient has no optimizer state.
     masters = _masters(slots, optimizers)
     kept = {name: _room(*slots[slot], key) for name, slot, key in _parted(stored) if slot in slots and key != MASTER}

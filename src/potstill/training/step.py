@@ -51,6 +51,8 @@ def optimizer_step(parts: Parts, prepared: PreparedStep, tokens: int, run: Run, 
         for optimizer in parts.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        for average in parts.averages:
+            average.update()
     if recipe.loss.dynamic_scaling and total["kd"] > 0:
         run.kd_scale = total["ce"] / total["kd"]
     seconds = clock.read()

@@ -292,7 +292,8 @@ def test_every_rule_refuses_something() -> None:
     pairs = product(*(TOOL.AXES[axis].values() for axis in ("signal", "divergence", "text", "loss", "parallel")))
     broken |= {rule for fields in pairs for rule in refusals(TOOL.combined(*fields))}
     servers = product(*(TOOL.AXES[axis].values() for axis in ("asked", "server")))
-    others = (*servers, *product(TOOL.AXES["compared"].values()))
+    own = product(*(TOOL.AXES[axis].values() for axis in ("own", "text", "parallel")))
+    others = (*servers, *own, *product(TOOL.AXES["compared"].values()))
     broken |= {rule for fields in others for rule in refusals(TOOL.combined(*fields))}
     assert broken == set(RULES)
 

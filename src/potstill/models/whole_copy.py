@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from potstill.models import LanguageModel, quiet
-from potstill.parallel.weights import whole_tensors
+from potstill.models.adapters import plain_names, plain_weights
+from potstill.models.language_model import LanguageModel
+from potstill.models.libraries import quiet
 
 
 def whole_copy(original: LanguageModel) -> LanguageModel:
@@ -20,7 +21,7 @@ def whole_copy(original: LanguageModel) -> LanguageModel:
     with quiet(), torch.device("meta"):
         built = type(model)._from_config(copy.deepcopy(model.config))
     made: dict[int, nn.Parameter] = {}  # what shares its weights does so again
-    for name, own in model.state_dict(keep_vars=True).items():  # not by name: after a pass FSDP may leave a layer whole
+    for name, own in plain_names(model).items():  # not by name: after a pass FSDP may leave a layer whole
         if not isinstance(own, nn.Parameter):
             continue
         if id(own) not in made:
@@ -44,6 +45,6 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 def take_weights(made: LanguageModel | None, original: LanguageModel) -> None:
     """Together with all ranks that hold a part of the original. None: this one has no copy."""
     mine = {} if made is None else made.model.state_dict()
-    for name, tensor in whole_tensors(original.model):
+    for name, tensor in plain_weights(original.model):
         if made is not None:
             mine[name].copy_(tensor)

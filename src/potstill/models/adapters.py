@@ -1,0 +1,206 @@
+"""Which of a student's weights learn: low-rank adapters in place of its own (LoRA, by peft), or all but some that are frozen.
+
+Adapters are put into the model in place, so it stays the model that transformers made: its head, its backbone and its layers
+are found as before. `plain_weights` gives it as if there were none, each matrix with what its adapter adds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from potstill.config.models import LoraConfig
+from potstill.errors import PotstillError
+from potstill.extras import missing_extra
+from potstill.models.libraries import quiet, reason
+from potstill.models.tokenizer import optional_file
+from potstill.parallel.weights import weights_of, whole
+
+NAME = "default"  # of the one adapter, as peft calls it
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every name in an adapter's file
+PARTS = re.compile(rf"(.*)\.(lora_A|lora_B|lora_magnitude_vector)\.{NAME}\.weight")
+
+
+def freeze(model: PreTrainedModel, patterns: list[str], key: str = "student.freeze") -> None:
+    """Parameters whose name, or a part of it between dots, matches one of the patterns learn nothing."""
+    named = list(model.named_parameters())
+    for pattern in patterns:
+        found = [parameter for name, parameter in named if fnmatchcase(f".{name}.", f"*.{pattern.strip('.')}.*")]
+        if not found:
+            few = ", ".join(name for name, _ in named[:3])
+            raise PotstillError(f"{key}: nothing in the student is called {pattern!r}; its names are like {few}")
+        for parameter in found:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise PotstillError(f"{key}: it freezes everything, so the student would learn nothing")
+
+
+def add_lora(model: PreTrainedModel, config: LoraConfig, base: str) -> str:
+    """Put adapters into the model, and freeze all else. `base`: what the model was loaded from. Gives what is worth a word."""
+    peft = _peft("student.lora")
+    head = model.get_output_embeddings()
+    try:
+        with quiet():
+            made = peft.LoraConfig(
+                r=config.r,
+                lora_alpha=config.alpha,
+                lora_dropout=config.dropout,
+                target_modules=config.target_modules,
+                use_dora=config.use_dora,
+                use_rslora=config.use_rslora,
+                task_type="CAUSAL_LM",
+                base_model_name_or_path=base,
+                **config.peft,
+            )
+            peft.inject_adapter_in_model(made, model)
+    except Exception as error:  # peft's own checks, and those of the architecture
+        raise PotstillError(f"student.lora: peft makes no adapter of it ({reason(error)})") from error
+    if model.get_output_embeddings() is not head:
+        raise PotstillError(
+            "student.lora.target_modules names the head, whose product with the hidden states is part of the loss: leave it "
+            "out, or train it whole with student.lora.modules_to_save"
+        )
+    # Not peft's wrapper for these, which keeps the old weights beside the new.
+    made.modules_to_save = list(config.modules_to_save) or None
+    for name in config.modules_to_save:
+        _train_whole(model, name)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return f"student.lora: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
+
+
+def _peft(key: str) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise missing_extra(key, "lora") from None
+    return peft
+
+
+def _train_whole(model: PreTrainedModel, name: str) -> None:
+    found = [module for path, module in model.named_modules() if path == name or path.endswith(f".{name}")]
+    if not found:
+        raise PotstillError(f"student.lora.modules_to_save: the student has no module {name!r}")
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    if tables[0].weight is tables[1].weight and any(module in tables for module in found):
+        raise PotstillError(
+            f"student.lora.modules_to_save: {name!r} shares its weights (the embedding is the head), which an adapter's file "
+            "cannot say: leave it out"
+        )
+    for module in found:
+        module.requires_grad_(True)
+
+
+def adapter(model: nn.Module) -> Any | None:
+    """peft's config of the adapters in a model; None: it has none."""
+    return vars(model).get("peft_config", {}).get(NAME)
+
+
+def saved_weights(module: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint keeps: of a module with adapters what learns, else all of it. Nothing is gathered."""
+    weights = weights_of(module)
+    if all(adapter(part) is None for part in module.modules()):
+        return weights
+    learns = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {name: tensor for name, tensor in weights.items() if name in learns}
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model as it was before adapters were put into it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True  # not enable_adapters(False), which also freezes them
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def as_in_file(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of adapters under the names that peft gives them in a file."""
+    return {PREFIX + name.replace(f".{NAME}.", "."): tensor for name, tensor in weights.items()}
+
+
+def save_description(model: PreTrainedModel, folder: Path) -> None:
+    """All of a saved model but its weights: a folder that transformers loads, or peft where the model has adapters."""
+    config = adapter(model)
+    with quiet():
+        if config is None:
+            model.save_pretrained(folder, state_dict={})
+        else:
+            folder.mkdir()
+            training, config.inference_mode = config.inference_mode, True
+            config.save_pretrained(folder)
+            config.inference_mode = training
+
+
+def plain_names(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict without adapters: names as transformers has them, with the tensors that lie there. Nothing is gathered,
+    and what adapters add is not in it."""
+    return {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if not PARTS.fullmatch(name)
+    }
+
+
+@torch.no_grad()
+def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Everything in a model's state dict by name, with what its adapters add and without them; each tensor once however many
+    names it has, whole on every rank that has a part of the model. All of them must go through all of it together: each tensor
+    is gathered when it is asked for, and none is kept. Buffers outside the state dict are whole on every rank as they are."""
+    weights = weights_of(model)
+    for name, tensor in weights.items():
+        if PARTS.fullmatch(name):
+            continue
+        layer, _, leaf = name.rpartition(".base_layer.")
+        found = whole(tensor)
+        if layer and leaf == "weight" and f"{layer}.lora_A.{NAME}.weight" in weights:
+            found = _merged(model.get_submodule(layer), found, weights, layer)
+        yield name.replace(".base_layer.", "."), found
+
+
+def _merged(module: Any, weight: Tensor, weights: Mapping[str, Tensor], layer: str) -> Tensor:
+    """W + s·B·A; with DoRA each of its rows scaled to the length that was learnt."""
+    a, b = (whole(weights[f"{layer}.{part}.{NAME}.weight"]) for part in ("lora_A", "lora_B"))
+    added = (b.float() @ a.float() if b.dtype in (torch.bfloat16, torch.float16) else b @ a) * module.scaling[NAME]
+    found = weight + (added.T if module.fan_in_fan_out else added)
+    length = weights.get(f"{layer}.lora_magnitude_vector.{NAME}.weight")
+    if length is not None:
+        rows = found.T if module.fan_in_fan_out else found
+        rows = rows * (whole(length) / rows.norm(dim=1))[:, None]
+        found = rows.T if module.fan_in_fan_out else rows
+    return found.to(weight.dtype).contiguous()
+
+
+def adapter_base(name: str, revision: str | None) -> str | None:
+    """Of a folder or hub id that holds an adapter alone: the model that it goes with. None: it is a model itself."""
+    if optional_file(name, "config.json", revision) is not None:
+        return None
+    path = optional_file(name, CONFIG, revision)
+    if path is None:
+        return None
+    base: str | None = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    return base
+
+
+def with_adapter(model: PreTrainedModel, folder: str, where: str) -> PreTrainedModel:
+    """A base model with an adapter of a folder added to its weights."""
+    peft = _peft(where)
+    with quiet():
+        merged: PreTrainedModel = peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
+    return merged
