@@ -113,7 +113,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "evaluation": {"`eval.on_policy_samples`, and no other teacher": {}},
     "own": {
         "a copy (`student: frozen` or `ema`)": {"own": "frozen"},
-        "the student that trains (`student: live`, or `adapter: false`)": {"own": "live", "shared": True},
+        "the student that trains (`student: live`, or `adapter: false`)": {"own": "live", "in_place": True},
     },
     "cache": {"beside a model or server": {}, "alone": {"alone": True}},
 }

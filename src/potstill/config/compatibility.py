@@ -52,7 +52,7 @@ class Combination:
     vllm_within: bool = False  # what the student writes, vLLM does in the training's process
     teacher_tp: int | Literal["auto"] = "auto"
     own: Literal["frozen", "ema", "live"] | None = None  # the teacher is the student itself
-    shared: bool = False  # … with the student's own weights in memory
+    in_place: bool = False  # … with the student's own weights in memory
 
     @classmethod
     def of(
@@ -91,8 +91,8 @@ class Combination:
         made = replace(made, server=None if teacher.server is None else "unknown")
         if teacher.kind != "cache":
             signal = {"model": "live", "student": "live", "server": teacher.remote.kind}.get(teacher.kind)
-            shared = teacher.student == "live" or not teacher.adapter
-            made = replace(made, own=teacher.student, shared=shared)
+            in_place = teacher.student == "live" or not teacher.adapter
+            made = replace(made, own=teacher.student, in_place=in_place)
             return replace(made, holder="server" if teacher.kind == "server" else "model", signal=signal)
         if teacher.model is None and teacher.server is None:
             return replace(made, holder="cache", alone=True)
@@ -268,13 +268,13 @@ RULES = (
     ),
     Rule(
         "teacher",
-        lambda c: c.shared and (c.ranks > 1 or c.cp > 1 or c.tp > 1 or c.ep > 1),
+        lambda c: c.in_place and (c.ranks > 1 or c.cp > 1 or c.tp > 1 or c.ep > 1),
         "the student's own weights are spread over the ranks of the run, which compute them together and with gradients: use "
         "student: frozen or ema, which are copies, or start one process",
     ),
     Rule(
         "rollouts.teacher_fraction",
-        lambda c: c.writes and c.shared,
+        lambda c: c.writes and c.in_place,
         "the first teacher is the student as it trains: use rollouts.on_policy_fraction for what it writes",
     ),
     # What the signal holds
