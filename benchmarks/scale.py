@@ -57,6 +57,8 @@ HANDOVER: dict[str, dict[str, Any]] = {
     "on-policy, one step stale": {"rollouts": WRITTEN | {"max_staleness": 1}},
 }
 HANDOVER_STEPS = 8
+PLANNED_TOKENS = 3_000_000  # tokens whose plan is timed
+PLANNING = {"1": 1, "2": 2, "4": 4}  # ranks, by their name in the results
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl", "tvd")
 
 
@@ -229,7 +231,32 @@ def loss_floats() -> dict[str, dict[str, float]]:
     return found
 
 
-JOBS = {"counted": train_counted, "handed": train_handed}
+def plan_timed(keys: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of the steps that are planned, by all ranks together, and the processor seconds that this rank takes to plan them
+    and to make the batches of its own rows."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from potstill.config import DataConfig, ParallelConfig
+    from potstill.data import StepBatches
+    from potstill.parallel.agree import Rounds
+    from potstill.parallel.mesh import world
+    from potstill.shipped import locate
+
+    tokenizer = AutoTokenizer.from_pretrained(locate("shipped:tokenizers/bytes-2k"))
+    data = DataConfig(sources=[{"files": "shipped:corpus/train.parquet"}], max_length=512)
+    with world(ParallelConfig(), torch.device("cpu")) as here:
+        options = {"batch_size": 32, "micro_batch_size": 8, "seed": 0, "epochs": None}
+        rounds = None if here.data is None else Rounds(here.data)
+        steps = StepBatches(data, tokenizer, rounds=rounds, rank=(here.dp.index, here.dp.size), **options)
+        first, began = next(steps).counts["tokens"], time.process_time()
+        tokens = next(step.counts["tokens"] for step in steps if step.counts["tokens"] - first > PLANNED_TOKENS) - first
+        seconds = time.process_time() - began
+        steps.leave()
+    return {"tokens": tokens, "seconds": round(seconds, 2)}
+
+
+JOBS = {"counted": train_counted, "handed": train_handed, "planned": plan_timed}
 
 
 def one(job: str, work: Path, keys: str) -> None:
@@ -301,6 +328,11 @@ def handover(work: Path, text: str) -> dict[str, Any]:
         "handed": student["handed"],
         "load": round(max(load, os.getloadavg()[0]), 1),
     }
+
+
+def planning(work: Path, name: str) -> dict[str, Any]:
+    ranks = on_ranks(PLANNING[name], "planned", work / f"planning-{name}", {})
+    return {"tokens": ranks[0]["tokens"], "seconds": [rank["seconds"] for rank in ranks]}
 
 
 def make_teacher(work: Path) -> None:
@@ -572,6 +604,14 @@ def memory_table(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {name} | {most / MB:,.0f} | {shares} | {loading / MB:,.0f} |"
 
 
+def planning_table(found: Mapping[str, Any]) -> Iterator[str]:
+    yield "| ranks | tokens per processor second of a rank | of one rank's |"
+    yield "|---|---|---|"
+    rates = {name: case["tokens"] / max(case["seconds"]) for name, case in found["planning"].items()}
+    for name, rate in rates.items():
+        yield f"| {name} | {thousands(rate)} | {rate / rates['1']:.2f} |"
+
+
 def handover_table(found: Mapping[str, Any]) -> Iterator[str]:
     yield "| text | teacher computes, of a step | waited for, of a step | exposed share | first pass, of all waiting |"
     yield "|---|---|---|---|---|"
@@ -622,6 +662,7 @@ TABLES = {
     "bytes": bytes_table,
     "floats": floats_table,
     "memory": memory_table,
+    "planning": planning_table,
     "handover": handover_table,
     "rows": rows_table,
     "restart": restart_line,
@@ -679,6 +720,8 @@ def measure(work: Path) -> None:
         keep()
     for cases, name in unmeasured("spread", list(SPREAD)):
         cases[name] = spread(work, name)
+    for cases, name in unmeasured("planning", list(PLANNING)):
+        cases[name] = planning(work, name)
     for cases, name in unmeasured("handover", list(HANDOVER)):
         cases[name] = handover(work, name)
     if "restart" not in found:

@@ -84,10 +84,14 @@ def _positions(lengths: Sequence[int], some: Sequence[int]) -> int:
     return len(some) * max((lengths[i] for i in some), default=0)
 
 
+def own_rows(lengths: Sequence[int], share: Share) -> list[list[int]]:
+    """This rank's rows of a step, by pass."""
+    return [by_rank[share.index] for by_rank in deal(lengths, share)]
+
+
 def dealt(rows: Sequence[Sequence[Example]], share: Share, pad_id: int) -> tuple[Batch, ...]:
     """This rank's micro-batches of a step."""
-    passes = deal([sum(len(example.ids) for example in row) for row in rows], share)
-    own = [by_rank[share.index] for by_rank in passes]
+    own = own_rows([sum(len(example.ids) for example in row) for row in rows], share)
     return tuple(collate([rows[i] for i in some], pad_id) for some in own)
 
 

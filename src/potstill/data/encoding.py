@@ -28,8 +28,10 @@ class Encoded:
     length: int  # in tokens, after cutting
     cut: int = 0  # tokens beyond max_length …
     cut_supervised: int = 0  # … and those of them that were to be learnt
+    supervised: int = 0  # tokens that are learnt
     further: tuple[Encoded, ...] = ()  # evaluation: what is beyond max_length, in windows of their own
     continues: bool = False  # is one of these
+    here: bool = True  # False: another rank tokenized it, and `example` has no tokens yet
 
     @property
     def kept(self) -> bool:
@@ -187,7 +189,7 @@ def _encoded(raw: Example, tokens: Tokens, **more: Any) -> Encoded:
         ends=tokens.ends,
         behaviour=None,  # of other tokens
     )
-    return Encoded(raw, example, len(tokens), **more)
+    return Encoded(raw, example, len(tokens), supervised=example.supervised_tokens, **more)
 
 
 def lengths_only(encode: Encode) -> Encode:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from potstill.data.layout import without
 from potstill.data.loader import StepBatches
 from potstill.data.prefetch import Interrupted, Prefetched, result_of
 from potstill.data.stream import State
-from potstill.parallel.agree import counted_by_leaders
+from potstill.parallel.agree import Rounds
 from potstill.types import PotstillError, RolloutSource, StepBatch, Teacher
 
 SKIPPED = "skipped_examples"
@@ -29,10 +30,10 @@ NOTHING_LEFT = "data: on_missing is skip, and the cache has none of the document
 
 
 def without_missing(
-    steps: Iterable[StepBatch], teachers: Sequence[Teacher], counts: Mapping[str, int]
+    steps: Iterable[StepBatch], teachers: Sequence[Teacher], counts: Mapping[str, int], rounds: Rounds | None = None
 ) -> Iterator[StepBatch]:
     """Step batches without the documents that a teacher lacks; those of which nothing is left are passed over. `counts`: of
-    what went before."""
+    what went before. `rounds`: with the ranks among which the rows are dealt."""
     skipped, unused = counts.get(SKIPPED, 0), 0
     barren: int | None = None  # the epoch since which nothing was left
     skips = any(teacher.skips for teacher in teachers)
@@ -46,7 +47,9 @@ def without_missing(
             left_out += len(missing)
             batches.append(without(batch, missing) if missing else batch)
         left = sum(batch.supervised_tokens for batch in batches)
-        now = counted_by_leaders(left_out=left_out, unused=before - left, left=left)
+        now = {"left_out": left_out, "unused": before - left, "left": left}
+        if rounds is not None:
+            now = rounds.totals(**now)
         skipped, unused = skipped + now["left_out"], unused + now["unused"]
         if not now["left"]:
             barren = step.epoch if barren is None else barren
@@ -106,6 +109,12 @@ class PreparedStep:
         return self
 
 
+def _leave(steps: StepBatches, kind: object, error: BaseException | None, *_: object) -> None:
+    """By all ranks, or by none: one that ends by an error of its own would wait for others that wait for it."""
+    if error is None or (isinstance(error, PotstillError) and error.shared):
+        steps.leave()
+
+
 class Feed(ExitStack):
     """An iterator of prepared step batches, of a data set (`StepBatches`) or of rollouts: teachers prepare the next ones, on
     `workers` threads, while the present one trains. `counts`: of what went before. `interrupted`: asked now and then whether
@@ -129,7 +138,8 @@ class Feed(ExitStack):
         self._pool = ThreadPoolExecutor(max([workers, *(teacher.ahead for teacher in teachers)]), "prepare")
         self.callback(self._pool.shutdown, cancel_futures=True)
         if isinstance(steps, StepBatches):
-            left = without_missing(steps, teachers, counts or {})
+            self.push(partial(_leave, steps))  # when the threads below have ended
+            left = without_missing(steps, teachers, counts or {}, steps.rounds)
             read = self.enter_context(Prefetched(left, depth=steps.group_steps))
             begun = Prefetched((self._begin(step) for step in read), depth=workers, interrupted=interrupted)
             self._prepared: Iterator[PreparedStep] = self.enter_context(begun)

@@ -11,22 +11,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from potstill.config import DataConfig
-from potstill.data.dealing import Share, dealt, padding
+from potstill.data.dealing import Share, own_rows, padding
 from potstill.data.encoding import Encode, Encoded, Encoder, lengths_only
-from potstill.data.layout import pack
+from potstill.data.layout import collate, pack
+from potstill.data.planning import blocks
 from potstill.data.sources import generator
 from potstill.data.stream import Place, State, Stream, beginning, open_stream
-from potstill.types import Batch, PotstillError, StepBatch
+from potstill.parallel.agree import Rounds
+from potstill.types import Batch, Example, PotstillError, StepBatch
 
 GROUP_STEPS = 16
 GROUP_TOKENS = 2**20  # a group holds no more, unless one step batch does
-TOKENIZED_AT_ONCE = 256  # examples
 
 COUNTS = (
     "documents",
@@ -71,8 +72,9 @@ class StepBatches:
     `epochs=None` goes round without end; with epochs the last step batch may be smaller. `limit` ends after so many
     examples. A reader that must not stand still between groups wants them `Prefetched(steps, steps.group_steps)`.
     What lies in a step batch does not depend on `micro_batch_size` (or `tokens_per_micro_batch`, in its place), nor on among
-    how many ranks it is dealt (`rank`: which this is, of how many): each is given its own micro-batches. `key` names the
-    section of the recipe in messages.
+    how many ranks it is dealt (`rank`: which this is, of how many): each is given its own micro-batches. `rounds`: these ranks
+    tokenize for each other (data/planning.py); all of them then read, or `leave`. `key` names the section of the recipe in
+    messages.
     `evaluation` scores all of a text and only the text, without eos; it has no state to begin again from. A `state` of
     sources that have changed since is refused unless `changed_data_ok`.
     """
@@ -93,7 +95,9 @@ class StepBatches:
         changed_data_ok: bool = False,
         rank: tuple[int, int] = (0, 1),
         tokens_per_micro_batch: int | None = None,
+        rounds: Rounds | None = None,
     ) -> None:
+        self.rounds = rounds
         self._data, self._batch_size = data, batch_size
         self._share = Share(micro_batch_size, *rank, tokens_per_micro_batch)
         self._seed, self._limit, self._key = seed, limit, key
@@ -131,13 +135,11 @@ class StepBatches:
             if not done:
                 counts.update(group.dropped)
             for number, rows in enumerate(group.steps[done:], done + 1):
-                batches, items = self._batches(rows), list(chain(*rows))
+                lengths = [sum(item.encoded.length for item in row) for row in rows]
+                batches, items = self._batches(rows, lengths), list(chain(*rows))
                 for item in items:
                     counts.update(_counted(item.encoded))
-                lengths = [sum(item.encoded.length for item in row) for row in rows]
-                counts["supervised_tokens"] += sum(
-                    example.supervised_tokens for item in items if (example := item.encoded.example) is not None
-                )
+                counts["supervised_tokens"] += sum(item.encoded.supervised for item in items)
                 counts["padding_tokens"] += padding(lengths, self._share)
                 totals = {name: counts[name] for name in COUNTS}
                 state = group.after if number == len(group.steps) else {**group.before, "steps": number}
@@ -145,13 +147,26 @@ class StepBatches:
                 yield StepBatch(batches, state, totals, max(item.place.epoch for item in items))
             done = 0
 
-    def _batches(self, rows: Rows) -> tuple[Batch, ...]:
-        examples = [[item.encoded.example for item in row if item.encoded.example is not None] for row in rows]
-        return dealt(examples, self._share, self._pad_id)
+    def leave(self) -> None:
+        """With `rounds`, once nobody here reads any more: the other ranks are told."""
+        if self.rounds is not None:
+            self.rounds.leave()
+
+    def _batches(self, rows: Rows, lengths: Sequence[int]) -> tuple[Batch, ...]:
+        own = own_rows(lengths, self._share)
+        elsewhere = [item for i in chain(*own) for item in rows[i] if not item.encoded.here]
+        now = self._encode([item.encoded.raw for item in elsewhere])
+        tokens = {item.number: encoded.example for item, encoded in zip(elsewhere, now, strict=True)}
+
+        def examples(row: list[Item]) -> list[Example]:
+            found = (tokens.get(item.number, item.encoded.example) for item in row)
+            return [example for example in found if example is not None]
+
+        return tuple(collate([examples(rows[i]) for i in some], self._pad_id) for some in own)
 
     def _groups(self) -> Iterator[Group]:
         before = self._state
-        items = Items(self._stream, self._encode)
+        items = Items(self._stream, self._encode, self.rounds)
         read = [items.take() for _ in range(before["read"])]
         waiting = [read[i] for i in before["left"]]
         while True:
@@ -240,18 +255,17 @@ class StepBatches:
 class Items:
     """The stream in tokens, encoded many at once. `next`: what `take` gives; None at the end."""
 
-    def __init__(self, stream: Stream, encode: Encode) -> None:
-        self._items = self._encoded(stream, encode)
+    def __init__(self, stream: Stream, encode: Encode, rounds: Rounds | None = None) -> None:
+        self._items = self._encoded(stream, encode, rounds)
         self._last: Item | None = None
         self.next = next(self._items, None)
 
-    def _encoded(self, stream: Stream, encode: Encode) -> Iterator[Item]:
+    def _encoded(self, stream: Stream, encode: Encode, rounds: Rounds | None) -> Iterator[Item]:
         number = 0
-        while some := list(islice(stream, TOKENIZED_AT_ONCE)):
-            for encoded, (_, place) in zip(encode([example for example, _ in some]), some, strict=True):
-                for one in (encoded, *encoded.further):
-                    yield Item(one, place, number)
-                    number += 1
+        for encoded, place in chain.from_iterable(blocks(stream, encode, rounds)):
+            for one in (encoded, *encoded.further):
+                yield Item(one, place, number)
+                number += 1
 
     def take(self) -> Item:
         assert self.next is not None

@@ -6,6 +6,7 @@ nothing is exchanged.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -32,16 +33,6 @@ def exchanged(**counts: int) -> dict[str, int]:
         return counts
     values = torch.tensor(list(counts.values()))
     dist.all_reduce(values, group=here.control)
-    return dict(zip(counts, values.tolist(), strict=True))
-
-
-def counted_by_leaders(**counts: int) -> dict[str, int]:
-    """On the thread that plans the data: each number summed over the ranks among which rows are dealt."""
-    here = ranks()
-    if here.data is None:
-        return counts
-    values = torch.tensor(list(counts.values())) * here.leader
-    dist.all_reduce(values, group=here.data)
     return dict(zip(counts, values.tolist(), strict=True))
 
 
@@ -106,6 +97,47 @@ def first_alone(work: Callable[[], T]) -> T:
     here = ranks()
     found = together(lambda: work() if here.first else None)
     return of_first(found)  # type: ignore[return-value]
+
+
+class RankLeft(PotstillError):
+    """Another rank reads no more."""
+
+
+class Rounds:
+    """Exchanges that a background thread of each rank makes in the same order, for as long as all of them go on.
+
+    Nobody knows how far the threads of others have run ahead when a run ends. So each rank's last exchange says that it leaves,
+    which ends them on all ranks: no thread is left waiting in a group that is about to be destroyed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.index, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._exchanging, self._ended = threading.Lock(), False
+
+    def gathered(self, work: Callable[[], T]) -> list[T]:
+        """As the function of that name. RankLeft: some rank reads no more."""
+        result, error = tried(work, Exception)
+        with self._exchanging:
+            if self._ended:
+                raise RankLeft("data: the run has ended")
+            found = everyones((False, result, said(error)), self._group)
+            self._ended = any(left for left, _, _ in found)
+        _raise_lowest([failure for _, _, failure in found], error)
+        if self._ended:
+            raise RankLeft("data: the run has ended on another rank")
+        return [each for _, each, _ in found]  # type: ignore[misc]
+
+    def totals(self, **counts: int) -> dict[str, int]:
+        """Each number summed over the ranks among which rows are dealt."""
+        found = self.gathered(lambda: {name: count * ranks().leader for name, count in counts.items()})
+        return {name: sum(each[name] for each in found) for name in counts}
+
+    def leave(self) -> None:
+        """Once no thread of this rank asks any more. Waits for the others, who come to it or leave too."""
+        with self._exchanging:
+            if not self._ended:
+                self._ended = True
+                everyones((True, None, None), self._group)
 
 
 @dataclass(frozen=True)

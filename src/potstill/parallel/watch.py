@@ -59,7 +59,8 @@ class Watch:
             yield
             if not self._waiting:  # loading, compiling and the first pass differ between ranks by more than that
                 self._waiting, self._first = True, _place(0)
-                for group in list(c10d._world.pg_map):
+                # A thread that plans ahead waits until others need more, which may be long: an evaluation, say.
+                for group in c10d._world.pg_map.keys() - {self.ranks.data}:
                     c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
         except RuntimeError as error:  # torch knows no narrower kind for what gloo says
             if not isinstance(error, dist.DistError) and not FAILED.search(str(error)):

@@ -39,7 +39,7 @@ from potstill.files import (
 )
 from potstill.models.adapters import save_description
 from potstill.models.average import save_averages
-from potstill.parallel.agree import everyones, exchanged, first_alone, gathered, of_first, together
+from potstill.parallel.agree import Agreed, everyones, exchanged, first_alone, gathered, of_first, together
 from potstill.parallel.markers import Markers
 from potstill.parallel.mesh import ranks
 from potstill.training.logging import tell
@@ -282,4 +282,5 @@ class Saver:
 
     def save_despite(self, error: PotstillError) -> PotstillError:
         """What to raise in place of an error that the steps so far have nothing to do with: they are saved."""
-        return PotstillError(f"{error}; the run is saved at step {self.run.step}") if self.save_rest() else error
+        kind = Agreed if error.shared else PotstillError
+        return kind(f"{error}; the run is saved at step {self.run.step}") if self.save_rest() else error

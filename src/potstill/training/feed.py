@@ -11,6 +11,7 @@ from potstill.config import Recipe
 from potstill.data import Encoder, Feed
 from potstill.data.dealing import Share
 from potstill.models import LanguageModel
+from potstill.parallel.agree import Rounds
 from potstill.parallel.mesh import ranks
 from potstill.rollouts.buffer import Buffer, Layout, load_saved, settings_of
 from potstill.rollouts.engine import Engine, EngineSetup, open_engine
@@ -35,7 +36,8 @@ def open_feed(parts: Parts, run: Run, interrupted: Callable[[], bool] = lambda: 
             "nothing; choose another folder with run="
         )
     if not writes:
-        steps = parts.step_batches(run.data)
+        data = ranks().data
+        steps = parts.step_batches(run.data, None if data is None else Rounds(data))
         return Feed(steps, parts.teachers, run.counts, workers=workers, interrupted=interrupted)
     return Feed(_open_rollouts(parts, run), parts.teachers, workers=max(PREPARING, workers), interrupted=interrupted)
 

@@ -173,5 +173,5 @@ def _count_steps(parts: Parts, console: Console) -> int:
         if recipe.rollouts.writes:
             return count_steps(parts, progress)
         if any(teacher.on_missing == "skip" for teacher in recipe.teachers):
-            return count_left(parts.step_batches(None), parts.teachers, progress)
-        return parts.step_batches(None).count(progress)
+            return count_left(parts.step_batches(None, whole=True), parts.teachers, progress)
+        return parts.step_batches(None, whole=True).count(progress)

@@ -16,9 +16,9 @@ from potstill.models import LanguageModel, backbone, check_fit, difference, load
 from potstill.models.adapters import add_lora, freeze
 from potstill.models.average import MovingAverage
 from potstill.models.dropout import set_dropout
-from potstill.parallel.agree import together
+from potstill.parallel.agree import Rounds, together
 from potstill.parallel.channel import Asker
-from potstill.parallel.mesh import pick_device, ranks
+from potstill.parallel.mesh import Axis, pick_device, ranks
 from potstill.parallel.shard import shard, split
 from potstill.shipped import locate
 from potstill.teachers.open import TeacherSet, as_teachers_need, open_teachers
@@ -58,9 +58,12 @@ class Parts:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
 
-    def step_batches(self, state: dict[str, Any] | None) -> StepBatches:
-        """The steps of the data set, from a position in it."""
-        train, here = self.recipe.train, ranks().dp
+    def step_batches(
+        self, state: dict[str, Any] | None, rounds: Rounds | None = None, whole: bool = False
+    ) -> StepBatches:
+        """The steps of the data set, from a position in it. `rounds`: ranks tokenize for each other; `whole`: all rows, on this
+        rank."""
+        train, here = self.recipe.train, Axis() if whole else ranks().dp
         return StepBatches(
             self.data,
             self.student.tokenizer,
@@ -72,6 +75,7 @@ class Parts:
             epochs=train.epochs,
             state=state,
             changed_data_ok=self.recipe.checkpoint.resume == "force",
+            rounds=rounds,
         )
 
 

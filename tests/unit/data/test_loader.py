@@ -322,7 +322,7 @@ def test_every_state_goes_on_exactly_as_the_undisturbed_run(
     tmp_path: Path, kind: str, packing: bool, shuffle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("potstill.data.loader.GROUP_STEPS", 3)
-    monkeypatch.setattr("potstill.data.loader.TOKENIZED_AT_ONCE", 5)
+    monkeypatch.setattr("potstill.data.planning.TOKENIZED_AT_ONCE", 5)
     max_length = 110 if kind == "chat" else 32
     data = DataConfig(
         sources=make_sources(tmp_path, kind),
@@ -495,7 +495,7 @@ def test_any_settings_lose_nothing_and_go_on_from_anywhere(
 ) -> None:
     choose = random.Random(case)
     monkeypatch.setattr("potstill.data.loader.GROUP_STEPS", choose.randint(1, 4))
-    monkeypatch.setattr("potstill.data.loader.TOKENIZED_AT_ONCE", choose.choice([1, 3, 256]))
+    monkeypatch.setattr("potstill.data.planning.TOKENIZED_AT_ONCE", choose.choice([1, 3, 256]))
     sources = [
         {
             "files": write_jsonl(
