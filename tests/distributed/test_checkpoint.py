@@ -46,7 +46,7 @@ def parts_of(family: str, optimizer: str = "adamw", seed: int = 0) -> Any:
     module = sharded(family, seed)
     module.student.save_words = lambda folder: None  # type: ignore[method-assign]
     return SimpleNamespace(
-        student=module.student, module=module, optimizers=optimizers_of(module, optimizer), recipe=None
+        student=module.student, module=module, optimizers=optimizers_of(module, optimizer), recipe=None, averages=()
     )
 
 
