@@ -146,3 +146,35 @@ def test_what_goes_to_the_kernels(monkeypatch):
 )
 def test_chunks_are_of_a_size_that_suits_the_device(device, vocabulary, rows):
     assert fused.rows_of_a_chunk(torch.device(device), 4 * vocabulary) == rows
+
+
+ROOT = SUPPORT.parents[1]
+COUNTED = json.loads((ROOT / "benchmarks" / "results" / "loss_bytes.json").read_text(encoding="utf-8"))
+
+
+def test_what_the_loss_moves_is_what_was_asked_for_and_what_the_docs_say():
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    for name, case in COUNTED["cases"].items():
+        moved, took = case["bytes_per_logit"], case["estimated_ms"]
+        ceiling = (
+            16 if name.startswith(("top", "64", "cross")) else 18 if name.startswith(("forward", "reverse")) else 28
+        )
+        assert moved["kernels"] <= ceiling and case["head_gradient_gb"] <= 6, name
+        estimates = (f"{took['torch'][gpu]:.0f} → {took['kernels'][gpu]:.0f}" for gpu in COUNTED["settings"]["gpus"])
+        line = " | ".join([name, f"{moved['torch']:.0f}", f"{moved['kernels']:.1f}", *estimates])
+        assert f"| {line} |" in page
+    published = COUNTED["liger_jsd"]
+    assert f"{published['ms']} ms and {published['gb']} GB" in page
+    assert f"is {published['ours_estimated_ms']} ms" in page and f"take {published['ours_estimated_gb']} GB" in page
+    most = {key: max(one[key] for one in COUNTED["compiled"].values()) for key in ("registers", "spills", "narrow")}
+    assert f"more than {most['registers']} registers or {most['spills']} spills" in page and most["narrow"] == 0
+    assert all(most[key] <= ceiling for key, ceiling in CEILINGS.items())
+
+
+@needs_triton
+@pytest.mark.slow
+def test_counting_again_finds_the_same(tmp_path):
+    result = tmp_path / "again.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "loss_bytes.py"), "--result", str(result)]
+    subprocess.run(command, check=True, timeout=500)
+    assert json.loads(result.read_text(encoding="utf-8")) == COUNTED

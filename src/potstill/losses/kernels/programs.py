@@ -149,8 +149,9 @@ def _slopes(logq, logp, q, p, mix, KIND: tl.constexpr):
         v = q * r
         r = r - mix * q / m
     else:
-        r = tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0))
-        v = 0.5 * tl.abs(q - p)
+        d = q - p
+        r = tl.where(d > 0.0, 1.0, tl.where(d < 0.0, -1.0, 0.0))
+        v = 0.5 * d * r
     return r, v
 
 
@@ -169,9 +170,10 @@ def sums(
     for first in range(0, W, BLOCK):
         at = first + tl.arange(0, BLOCK)
         _, _, logq, logp, q, p = _sides(S, T, at, V, W, scale, cap, ms, log_zs, mt, log_zt, CAP)
+        q = tl.where(at < W, q, 0.0)  # as p is there: such a bucket adds nothing
         r, v = _slopes(logq, logp, q, p, mix, KIND)
-        value += tl.sum(tl.where(at < W, v, 0.0), 0)
-        mean += tl.sum(tl.where(at < W, q * r, 0.0), 0)
+        value += tl.sum(v, 0)
+        mean += tl.sum(q * r, 0)
     tl.store(Out + row, value)
     tl.store(Out + n + row, mean)
 
