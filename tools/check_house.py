@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # A room imports itself and rooms of earlier lines, never one of its own line or of a later one.
 ORDER: list[set[str]] = [
-    {"products", "errors"},
+    {"products", "transfer", "errors"},
     {"types"},
     {"extras", "files", "shipped", "recipe_text"},
     {"storage"},

@@ -1,5 +1,5 @@
 """What flows through potstill: Example → Batch → Rows + Target → loss. Of ours it
-imports errors and how matrices are multiplied, nothing else.
+imports errors, how matrices are multiplied and how tensors reach a device, nothing else.
 
 Shapes: B rows of a batch, L positions, N loss rows, V vocabulary, H hidden width, K entries of a truncated target.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from potstill.errors import PotstillError as PotstillError
 from potstill.products import wide_product
+from potstill.transfer import to_device
 
 Ints = npt.NDArray[np.int64]
 
@@ -159,14 +160,16 @@ class Target:
     def to(self, device: torch.device) -> Self:
         return _moved(self, device)
 
-    def select(self, rows: Tensor) -> Self:
+    def select(self, rows: Tensor | Ints) -> Self:
         """The same at other rows, outside autograd. `rows` are on the host, or where the target is."""
-        tensors = {part.name: getattr(self, part.name) for part in fields(self)}
-        return replace(self, **{name: x.detach()[rows] for name, x in tensors.items() if isinstance(x, Tensor)})
+        parts = {part.name: getattr(self, part.name) for part in fields(self)}
+        tensors = {name: x.detach() for name, x in parts.items() if isinstance(x, Tensor)}
+        at = to_device(rows, next(iter(tensors.values())).device)
+        return replace(self, **{name: x[at] for name, x in tensors.items()})
 
     def spread(self, rows: Ints, count: int) -> Self:
         """A target of `rows` as one of `count` rows. The others repeat what comes before them: give them no weight."""
-        return self.select(torch.from_numpy(np.maximum(np.searchsorted(rows, np.arange(count), side="right") - 1, 0)))
+        return self.select(np.maximum(np.searchsorted(rows, np.arange(count), side="right") - 1, 0))
 
     def check(self, call: TargetCheck) -> None:
         """ValueError: what of it does not fit the call, from shapes and types alone."""
@@ -263,7 +266,7 @@ class MeanTarget(Target):
     def to(self, device: torch.device) -> MeanTarget:
         return replace(self, parts=tuple(part.to(device) for part in self.parts))
 
-    def select(self, rows: Tensor) -> MeanTarget:
+    def select(self, rows: Tensor | Ints) -> MeanTarget:
         return replace(self, parts=tuple(part.select(rows) for part in self.parts))
 
     def narrow(self, start: int, width: int) -> MeanTarget:
@@ -313,7 +316,7 @@ class PrefixTable:
         """What the loss needs of it on a device; made once for each."""
         if device not in self._on:
             names = [part.name for part in fields(PrefixTensors) if part.name != "host"]
-            tensors = {name: torch.from_numpy(getattr(self, name)).to(device) for name in names}
+            tensors = {name: to_device(getattr(self, name), device) for name in names}
             self._on[device] = PrefixTensors(**tensors, host=self)
         return self._on[device]
 
@@ -367,15 +370,15 @@ class PrefixMarginalTarget(Target):
     def width(self) -> int:
         return self.table.host.students
 
-    def select(self, rows: Tensor) -> PrefixMarginalTarget:
+    def select(self, rows: Tensor | Ints) -> PrefixMarginalTarget:
         """`rows` are on the host. Of the places only those stay that answer one of them."""
-        at, host = rows.to(self.place.device), rows.cpu().numpy()
+        at, host = to_device(rows, self.place.device), np.asarray(rows)
         places, index = np.unique(self.place_host[host], return_inverse=True)
         return replace(
             self,
             **{name: getattr(self, name)[at] for name in ("node", "actual", "usual", "own", "beyond")},
-            source=self.source.select(torch.from_numpy(places)),
-            place=torch.from_numpy(index).to(self.place.device),
+            source=self.source.select(places),
+            place=to_device(index, self.place.device),
             place_host=index,
             node_host=self.node_host[host],
             odd_host=self.odd_host[host],
@@ -468,7 +471,8 @@ class Chunks:
     @classmethod
     def at(cls, first: Ints, inner: Ints, device: torch.device | None = None) -> Chunks:
         owner = np.searchsorted(first, inner) - 1
-        first_, inner_, owner_ = (torch.from_numpy(x).to(device, non_blocking=True) for x in (first, inner, owner))
+        there = torch.device("cpu") if device is None else device
+        first_, inner_, owner_ = (to_device(x, there) for x in (first, inner, owner))
         return cls(first_, inner_, owner_, first, inner)
 
     def to(self, device: torch.device) -> Chunks:
@@ -520,13 +524,13 @@ class ChunkTarget(Target):
     inner: Tensor  # [C]; sum of the log-probabilities of its other tokens of the chunk
     chunk_temperature: float = 1.0
 
-    def select(self, rows: Tensor) -> ChunkTarget:
+    def select(self, rows: Tensor | Ints) -> ChunkTarget:
         """At rows in increasing order: the chunks that lie wholly among them."""
-        chunks, chosen = self.chunks, rows.cpu().numpy()
+        chunks, chosen = self.chunks, np.asarray(rows)
         owner = np.searchsorted(chunks.first_host, chunks.inner_host) - 1
         kept = np.isin(chunks.first_host, chosen)
         kept[owner[~np.isin(chunks.inner_host, chosen)]] = False
-        at = torch.from_numpy(np.flatnonzero(kept)).to(self.token.device)
+        at = to_device(np.flatnonzero(kept), self.token.device)
         first, inner = (np.searchsorted(chosen, x) for x in (chunks.first_host[kept], chunks.inner_host[kept[owner]]))
         return replace(
             self,
@@ -608,7 +612,7 @@ def _moved(record: Any, device: torch.device) -> Any:
     for part in fields(record):
         value = getattr(record, part.name)
         if isinstance(value, Tensor):
-            changed[part.name] = value.to(device, non_blocking=True)
+            changed[part.name] = to_device(value, device)
         elif isinstance(value, Rows | Head | Target | Chunks | Relation | PrefixTensors):
             changed[part.name] = value.to(device)
     return replace(record, **changed)

@@ -17,12 +17,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from potstill.data.layout import without
 from potstill.data.loader import StepBatches
 from potstill.data.prefetch import Interrupted, Prefetched, result_of
 from potstill.data.stream import State
+from potstill.data.upload import Arriving, Uploads
 from potstill.parallel.agree import Rounds
-from potstill.types import PotstillError, RolloutSource, StepBatch, Teacher
+from potstill.transfer import CPU, use_device
+from potstill.types import Batch, PotstillError, Prepared, RolloutSource, StepBatch, Teacher
 
 SKIPPED = "skipped_examples"
 LOOKED_UP = 10_000  # documents, before a run begins
@@ -95,12 +99,19 @@ class PreparedStep:
     step: StepBatch
     futures: Sequence[Sequence[Future[Any]]]
     interrupted: Interrupted = lambda: False
+    arriving: Sequence[Future[Arriving]] | None = None  # the micro-batches, on their way to the device
 
     @property
     def ready(self) -> Iterator[list[Any]]:
         """Micro-batch by micro-batch; waited for where it is read."""
         for futures in self.futures:
             yield [result_of(future, self.interrupted) for future in futures]
+
+    def on(self, device: torch.device) -> Iterator[tuple[Batch, list[Any]]]:
+        """The micro-batches on the device, each with what the teachers made ready for it."""
+        for number, (batch, ready) in enumerate(zip(self.step.batches, self.ready, strict=True)):
+            there = None if self.arriving is None else result_of(self.arriving[number], self.interrupted)
+            yield batch.to(device) if there is None else there(), ready
 
     def waited_for(self) -> PreparedStep:
         """The same, once all of it is there."""
@@ -118,7 +129,7 @@ def _leave(steps: StepBatches, kind: object, error: BaseException | None, *_: ob
 class Feed(ExitStack):
     """An iterator of prepared step batches, of a data set (`StepBatches`) or of rollouts: teachers prepare the next ones, on
     `workers` threads, while the present one trains. `counts`: of what went before. `interrupted`: asked now and then whether
-    to stop waiting (StoppedWaiting)."""
+    to stop waiting (StoppedWaiting). `device`: where it trains; micro-batches are sent there ahead."""
 
     def __init__(
         self,
@@ -128,14 +139,17 @@ class Feed(ExitStack):
         *,
         workers: int = 1,
         interrupted: Interrupted = lambda: False,
+        device: torch.device = CPU,
     ) -> None:
         super().__init__()
+        self._uploads = Uploads(device)
         self._teachers, self._interrupted = teachers, interrupted
         self._rollouts = None if isinstance(steps, StepBatches) else steps
         self.collective = self._rollouts is not None  # several ranks ask for the next step together, or not at all
         self.notes: Sequence[str] = () if self._rollouts is None else self._rollouts.notes
         # All that a step batch asks of servers is under way at once.
-        self._pool = ThreadPoolExecutor(max([workers, *(teacher.ahead for teacher in teachers)]), "prepare")
+        threads = max([workers, *(teacher.ahead for teacher in teachers)])
+        self._pool = ThreadPoolExecutor(threads, "prepare", use_device, (device,))
         self.callback(self._pool.shutdown, cancel_futures=True)
         if isinstance(steps, StepBatches):
             self.push(partial(_leave, steps))  # when the threads below have ended
@@ -154,8 +168,12 @@ class Feed(ExitStack):
         return next(self._prepared)
 
     def _begin(self, step: StepBatch) -> PreparedStep:
-        futures = [[self._pool.submit(one.prepare, batch) for one in self._teachers] for batch in step.batches]
-        return PreparedStep(step, futures, self._interrupted)
+        futures = [[self._pool.submit(self._prepare, one, batch) for one in self._teachers] for batch in step.batches]
+        arriving = [self._pool.submit(self._uploads.begin, batch) for batch in step.batches]
+        return PreparedStep(step, futures, self._interrupted, arriving)
+
+    def _prepare(self, teacher: Teacher, batch: Batch) -> Prepared:
+        return self._uploads.pinned(teacher.prepare(batch))
 
     def _written(self, rollouts: RolloutSource) -> Iterator[PreparedStep]:
         """One is begun ahead, where it is written already."""

@@ -18,6 +18,7 @@ from potstill.losses import compare_rows
 from potstill.losses.compare import RowStats
 from potstill.models import LanguageModel, evaluating
 from potstill.parallel.agree import of_leaders, together
+from potstill.transfer import exact
 from potstill.types import Batch, PotstillError, Target, Teacher
 
 CALIBRATION_BINS = 15
@@ -27,14 +28,15 @@ Complete = Callable[[str, int], str]  # a prompt, how many tokens at most, and w
 
 @dataclass
 class Sums:
-    """What is added up over batches, in float64. A value that is not known for all rows is not there."""
+    """What is added up over batches, in float64 (within a batch in float32, on a device that has no other). A value that is
+    not known for all rows is not there."""
 
     rows: int = 0
     values: dict[str, float] = field(default_factory=dict)
 
     def add(self, rows: int, columns: Mapping[str, Tensor | None]) -> None:
         """Values [rows] by name; None: not known."""
-        found = {name: column.double().sum() for name, column in columns.items() if column is not None}
+        found = {name: exact(column).sum() for name, column in columns.items() if column is not None}
         totals = torch.stack(list(found.values())).tolist() if found else []
         before = self.values if self.rows else dict.fromkeys(found, 0.0)
         self.values = {name: before[name] + total for name, total in zip(found, totals, strict=True) if name in before}
@@ -125,8 +127,8 @@ def _compared(
 
 def _binned(confidence: Tensor, correct: Tensor) -> Tensor:
     which = (confidence * CALIBRATION_BINS).long().clamp_(max=CALIBRATION_BINS - 1)
-    columns = torch.stack([torch.ones_like(confidence), confidence, correct], -1).double()
-    return torch.zeros(CALIBRATION_BINS, 3, dtype=torch.float64, device=which.device).index_add_(0, which, columns)
+    columns = exact(torch.stack([torch.ones_like(confidence), confidence, correct], -1))
+    return columns.new_zeros(CALIBRATION_BINS, 3).index_add_(0, which, columns)
 
 
 def _expected_calibration_error(bins: Tensor) -> float:

@@ -23,6 +23,7 @@ from potstill.rollouts.transformers import TransformersEngine
 from potstill.rollouts.writing_ranks import WritingRanks
 from potstill.teachers.live import LiveModel
 from potstill.teachers.teacher import Teacher
+from potstill.transfer import exact
 from potstill.types import Example, PotstillError
 
 
@@ -89,7 +90,7 @@ class OnPolicyEval:
                 own = writer.at_rows(writer.hidden(batch, batch.rows.student))
                 for i, name in enumerate(names):
                     out = fused_linear_kd(own.hidden, target=target, divergence=name, **vars(own.head))
-                    sums[i] += float(out.kd.double().sum())
+                    sums[i] += float(exact(out.kd).sum())
                 sums[-1] += len(batch.rows)
         # Ranks that share the parts of a sequence have each counted the same: in means that does not show.
         *totals, rows = sum_over_ranks(sums).tolist()

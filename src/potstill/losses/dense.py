@@ -15,6 +15,7 @@ from torch import Tensor
 
 from potstill.losses.divergences import LOG_FLOOR
 from potstill.parallel.vocab import VocabShard
+from potstill.transfer import to_device
 from potstill.types import Dense, HiddenTarget, MeanTarget, PrefixMarginalTarget, PrefixTensors
 
 UNLIKELY = 20.0  # nats below the likeliest: an id of the student's that no token of the teacher's leads to
@@ -123,7 +124,7 @@ def _marginalise_odd(
         here = ids - start
         return torch.where((ids >= 0) & (here >= 0) & (here < width), here, width)
 
-    where = torch.from_numpy(odd).to(z.device)
+    where = to_device(odd, z.device)
     place, level = at[where], largest[at[where]]
     nodes = target.node_host[rows][odd]
     begun = np.flatnonzero(nodes)
@@ -131,7 +132,7 @@ def _marginalise_odd(
     mass = torch.nn.functional.pad((out[where] - level).exp_(), (0, 1))
     if len(begun):
         sizes = table.host.begin[nodes[begun] + 1] - table.host.begin[nodes[begun]]
-        into, counts, ends = (torch.from_numpy(x).to(z.device) for x in (begun, sizes, np.cumsum(sizes)))
+        into, counts, ends = (to_device(x, z.device) for x in (begun, sizes, np.cumsum(sizes)))
         mass[into] = 0.0
         owner = torch.repeat_interleave(torch.arange(len(sizes), device=z.device), counts, output_size=int(sizes.sum()))
         entry = (

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from potstill.losses.compare import label_logprobs
 from potstill.losses.divergences import LOG_FLOOR
+from potstill.transfer import to_device
 from potstill.types import Dense, Target, TokenLogprobsTarget
 
 LARGEST_LOG_RATIO = 60.0  # e⁶⁰ is finite in float32, and so is the sum of many: for the log, the loss clips far below
@@ -69,7 +70,7 @@ def _discounted(values: Tensor, lengths: Sequence[int], discount: float) -> Tens
     if not discount or longest < 2:
         return values
     ends = np.cumsum(lengths)
-    after = torch.from_numpy(np.repeat(ends, lengths) - 1 - np.arange(ends[-1])).to(values.device, non_blocking=True)
+    after = to_device(np.repeat(ends, lengths) - 1 - np.arange(ends[-1]), values.device)
     span = 1
     while span < longest:
         values = values + discount**span * torch.where(after >= span, values.roll(-span), 0.0)

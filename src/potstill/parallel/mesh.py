@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from potstill.config import ParallelConfig
+from potstill.transfer import use_device
 from potstill.types import PotstillError
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")  # tp innermost: it stays within a host
@@ -201,7 +202,14 @@ def count_over_ranks(count: int) -> int:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto`: cuda, mps or cpu, whichever there is; of several GPUs the one that torchrun's LOCAL_RANK says."""
+    """`auto`: cuda, mps or cpu, whichever there is; of several GPUs the one that torchrun's LOCAL_RANK says. It is this
+    thread's from here on."""
+    device = _named_device(name)
+    use_device(device)
+    return device
+
+
+def _named_device(name: str) -> torch.device:
     if name != "auto":
         try:
             return torch.empty(0, device=name).device

@@ -18,6 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors
 import safetensors.numpy
+import torch
 
 from potstill.config import RolloutsConfig
 from potstill.data import COUNTS, Prefetched, State, collate, pack
@@ -37,6 +39,7 @@ from potstill.rollouts.prompt_batches import Kind, PromptBatch
 from potstill.rollouts.prompts import Answers
 from potstill.rollouts.sampling import rollout_seed
 from potstill.rollouts.writing_ranks import ALONE, WritingRanks
+from potstill.transfer import CPU, handed_over
 from potstill.types import Batch, Example, PotstillError, StepBatch
 
 FILE = "rollouts.safetensors"
@@ -75,7 +78,8 @@ class Layout:
 
 class Buffer:
     """The step batches of one generation after another (a `RolloutSource`). `saved`: generations that a checkpoint held;
-    `taken`: slices of the first that were used; `last`: optimizer steps of the run; `team`: the ranks that all have one."""
+    `taken`: slices of the first that were used; `last`: optimizer steps of the run; `team`: the ranks that all have one;
+    `device`: where the student trains."""
 
     def __init__(
         self,
@@ -92,7 +96,9 @@ class Buffer:
         taken: int = 0,
         last: int | None = None,
         team: WritingRanks = ALONE,
+        device: torch.device = CPU,
     ) -> None:
+        self._device = device
         self._prompts, self._team = Prefetched(prompts, AHEAD), team
         self._writers, self._answers, self._rollouts, self._layout = writers, answers, rollouts, layout
         self._seed, self._version, self._last = seed, version, last
@@ -159,7 +165,8 @@ class Buffer:
         # Steps that are done when the one after it would be trained on.
         begin = self._version + self._rollouts.steps_per_generation - self._taken
         if self._pool is not None and present is not None and (self._last is None or begin < self._last):
-            self._following = self._pool.submit(self._generate, self._updated())
+            version = self._updated()
+            self._following = self._pool.submit(self._generate_beside, handed_over(self._device), version)
         return present
 
     def _updated(self) -> int:
@@ -168,6 +175,13 @@ class Buffer:
         if engine is not None and engine.version != self._version:
             engine.update(self._version)
         return self._version
+
+    def _generate_beside(
+        self, beside: AbstractContextManager[None], version: int
+    ) -> tuple[PromptBatch, Generation] | None:
+        """On the thread that writes while the run trains: the two do not wait for each other on the device."""
+        with beside:
+            return self._generate(version)
 
     def _generate(self, version: int | None) -> tuple[PromptBatch, Generation] | None:
         """What a checkpoint held, or else what is written now. `version`: of the weights; None: the present ones."""

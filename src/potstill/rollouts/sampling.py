@@ -12,6 +12,7 @@ from torch import Tensor
 
 from potstill.config import SamplingConfig
 from potstill.signals.compute import draws, largest
+from potstill.transfer import exact
 
 CANDIDATES = 1024  # looked at for top_p before all of a large vocabulary is sorted
 
@@ -39,7 +40,7 @@ def draw(logits: Tensor, random: Tensor, sampling: SamplingConfig) -> tuple[Tens
         ids = draws(scaled.clone(), random[:, None], 1.0)["samples"].long()
         return ids.squeeze(-1), scaled.gather(-1, ids).squeeze(-1) - scaled.logsumexp(-1)
     values, columns = candidates(scaled, sampling)
-    weights = values.double().softmax(-1)
+    weights = exact(values).softmax(-1)
     ends = weights.cumsum(-1)
     place = torch.searchsorted(ends, random[:, None] * ends[:, -1:], right=True)
     place = torch.minimum(place, (weights > 0).sum(-1, keepdim=True) - 1)  # rounding must not lead beyond the last one
@@ -72,7 +73,7 @@ def candidates(scaled: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor
         values = values.masked_fill(values < values[:, :1] + np.log(sampling.min_p), -torch.inf)
     if sampling.top_p < 1.0:
         total = values.logsumexp(-1) if log_mass is None else log_mass
-        before = (values.double() - total[:, None]).exp().cumsum(-1).roll(1, -1)
+        before = (exact(values) - total[:, None]).exp().cumsum(-1).roll(1, -1)
         before[:, 0] = 0.0
         values = values.masked_fill(before >= sampling.top_p, -torch.inf)
     return values, columns

@@ -23,6 +23,7 @@ from potstill.models.whole_copy import take_weights, whole_copy
 from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
 from potstill.rollouts.sampling import draw, uniforms
 from potstill.rollouts.writing_ranks import ALONE, WritingRanks
+from potstill.transfer import to_device
 from potstill.types import PotstillError
 
 LOOK_EVERY = 8  # tokens between looks at which texts are finished, on devices where a look means waiting
@@ -154,7 +155,7 @@ class TransformersEngine:
     def _write(self, asked: Sequence[GenerationRequest], most: Sequence[int], way: Way) -> list[Completion]:
         device = self.writer.model.device
         longest, rows = max(most), len(asked)
-        random = torch.from_numpy(uniforms([ask.seed for ask in asked], longest)).to(device)
+        random = to_device(uniforms([ask.seed for ask in asked], longest), device)
         run = (Kept if way.caches else Reread)(self.writer, [ask.ids for ask in asked], device, way.selects)
         ids = torch.zeros(rows, longest, dtype=torch.int64, device=device)
         logprobs = torch.zeros(rows, longest, device=device)

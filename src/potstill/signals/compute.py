@@ -16,6 +16,7 @@ from torch import Tensor
 
 from potstill.losses.dense import target_logits
 from potstill.losses.rows import LOG2_E
+from potstill.transfer import exact, to_device
 from potstill.types import HiddenTarget
 
 PRODUCT_BYTES = 64 * 2**20  # of one product's logits
@@ -45,7 +46,7 @@ def in_blocks(
     n = max(1, PRODUCT_BYTES // (4 * vocabulary))
     b = n if device.type != "cpu" else max(1, BLOCK_BYTES // (4 * vocabulary))
     logits = torch.empty(min(n, rows), vocabulary, device=device)
-    wanted = None if asked is None else torch.from_numpy(asked).to(device)
+    wanted = None if asked is None else to_device(asked, device)
     parts: list[dict[str, Tensor]] = []
     for start in range(0, rows, n):
         count = min(n, rows - start)
@@ -107,7 +108,7 @@ def draws(z: Tensor, random: Tensor, temperature: float) -> dict[str, Tensor]:
     if groups * COLUMNS > width:
         weights = torch.nn.functional.pad(weights, (0, groups * COLUMNS - width))
     grouped = weights.unflatten(-1, (groups, COLUMNS))
-    ends = grouped.sum(-1).double().cumsum_(-1)
+    ends = exact(grouped.sum(-1)).cumsum_(-1)
     mass = ends[:, -1:]
     entropy = entropy / mass.squeeze(-1) + mass.squeeze(-1).log()
     # First the group, then the column in it: two short searches in place of a sum along the whole row. Rounding must not

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from potstill.config import LossConfig
 from potstill.teachers.confidence import row_confidence
+from potstill.transfer import to_device
 from potstill.types import Batch, Dense, MeanTarget, PotstillError, Prepared, Target, Teacher
 
 
@@ -44,8 +45,8 @@ def compute_targets(
     everywhere = np.ones(len(document), dtype=np.bool_)
     says = np.stack([everywhere if made.known is None else made.known for _, _, made in asked])
     spoken = np.stack([np.bincount(document, one, documents) > 0 for one in says])
-    shares = torch.tensor(weights, device=device)[:, None] * torch.from_numpy(spoken).to(device)
-    owner, mask = torch.from_numpy(document).to(device), torch.from_numpy(says).to(device)
+    shares = to_device(torch.tensor(weights), device)[:, None] * to_device(spoken, device)
+    owner, mask = to_device(document, device), to_device(says, device)
     if weighing:
         shares = _weighed(shares, targets, names, batch, owner, mask, loss)
     return list(zip(shares[:, owner] * mask, targets, strict=True))

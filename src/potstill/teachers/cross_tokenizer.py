@@ -20,6 +20,7 @@ from potstill.models import LanguageModel
 from potstill.teachers.prefix_marginal import PrefixMarginalView
 from potstill.teachers.protocols import Asked, Ints, Plan, Signal, TokenizerView
 from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks, expanded
+from potstill.transfer import to_device
 from potstill.types import Batch, Chunks, ChunkTarget, Example, SampledTarget, TopKTarget
 
 
@@ -75,7 +76,7 @@ class ChunkPlan(Plan):
     def target(self, signals: Sequence[Signal], device: torch.device) -> ChunkTarget:
         config, (at_first, at_inner) = self.view.config, signals
         arrays = (*(one.token for one in self.asked), self.inner_owner)
-        token, inner_token, owner = (torch.from_numpy(array).to(device) for array in arrays)
+        token, inner_token, owner = (to_device(array, device) for array in arrays)
         whole, start = config.method != "span_likelihood", at_first.target
         logprobs = self._logprobs(at_inner, inner_token)
         inner = logprobs.new_zeros(len(token)).index_add_(0, owner, logprobs)

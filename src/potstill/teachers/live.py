@@ -13,6 +13,7 @@ from potstill.models import LanguageModel
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.teacher import Teacher
+from potstill.transfer import to_device
 from potstill.types import Batch, Example, PotstillError
 
 
@@ -67,7 +68,7 @@ class LiveModel(SignalSource):
             return self.language_model.begin(batch, batch.rows.teacher)
         width = batch.input_ids.shape[1]
         places = np.concatenate([one.document * width + one.place - 1 for one in asked])
-        return self.language_model.begin(batch, torch.from_numpy(places).to(batch.input_ids.device))
+        return self.language_model.begin(batch, to_device(places, batch.input_ids.device))
 
 
 def live_teacher(language_model: LanguageModel, width: int, name: str, weight: float = 1.0) -> Teacher[LiveModel]:

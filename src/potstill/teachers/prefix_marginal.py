@@ -20,6 +20,7 @@ from potstill.teachers.protocols import NONE, Asked, Ints, Plan, Signal, flat_pl
 from potstill.teachers.tokenizer_pair import TokenizerPair, aligned_chunks, expanded
 from potstill.text import TokenTable
 from potstill.text.tokens import BYTE, TEXT
+from potstill.transfer import to_device
 from potstill.types import (
     Batch,
     Example,
@@ -132,7 +133,7 @@ class PrefixMarginalPlan(Plan):
         """The target of a teacher that is there with its head, at the U places."""
 
         def moved(array: Ints) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
+            return to_device(array, device)
 
         odd = self.usual != self.own
         odd[self.beyond_row] = True

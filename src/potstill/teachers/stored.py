@@ -24,6 +24,7 @@ from potstill.signals.document import Document, SignalRows, blank
 from potstill.signals.kinds import Hidden, SignalKind
 from potstill.teachers.protocols import Asked, Reading, Signal, SignalSource
 from potstill.teachers.reading import NOTHING
+from potstill.transfer import to_device
 from potstill.types import Batch, Example, Head, HiddenTarget, LogitsTarget, PotstillError, SampledTarget, TopKTarget
 
 
@@ -67,7 +68,7 @@ class StoredSignal(SignalSource):
         device = batch.input_ids.device
 
         def moved(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values.to(device, non_blocking=True)
+            return None if values is None else to_device(values, device)
 
         if all(signal.hidden is None for signal in host):
             return [Signal(None if s.target is None else s.target.to(device), moved(s.token_logprobs)) for s in host]

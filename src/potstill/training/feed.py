@@ -38,8 +38,9 @@ def open_feed(parts: Parts, run: Run, interrupted: Callable[[], bool] = lambda: 
     if not writes:
         data = ranks().data
         steps = parts.step_batches(run.data, None if data is None else Rounds(data))
-        return Feed(steps, parts.teachers, run.counts, workers=workers, interrupted=interrupted)
-    return Feed(_open_rollouts(parts, run), parts.teachers, workers=max(PREPARING, workers), interrupted=interrupted)
+        return Feed(steps, parts.teachers, run.counts, workers=workers, interrupted=interrupted, device=parts.device)
+    rollouts, workers = _open_rollouts(parts, run), max(PREPARING, workers)
+    return Feed(rollouts, parts.teachers, workers=workers, interrupted=interrupted, device=parts.device)
 
 
 def _open_rollouts(parts: Parts, run: Run) -> Buffer:
@@ -69,6 +70,7 @@ def _open_rollouts(parts: Parts, run: Run) -> Buffer:
         taken=0 if state is None else state["taken"],
         last=run.total_steps,
         team=WritingRanks(here.texts),
+        device=parts.device,
     )
 
 

@@ -92,10 +92,9 @@ def _accumulate(
     sums: dict[str, Tensor] = {}
     counts: Counter[str] = Counter()
     stat_rows = -(-parts.recipe.log.stat_rows // ranks().sums.size)
-    batches = prepared.step.batches
-    for number, (host_batch, ready) in enumerate(zip(batches, prepared.ready, strict=True), 1):
-        batch = host_batch.to(parts.device)
-        last_pass(parts.module, number == len(batches))
+    passes = len(prepared.step.batches)
+    for number, (batch, ready) in enumerate(prepared.on(parts.device), 1):
+        last_pass(parts.module, number == passes)
         with clock.of("teacher"):
             targets = compute_targets(teachers, ready if teachers else [], batch, parts.recipe.loss, counts)
         with clock.of("student"):
@@ -130,8 +129,7 @@ def diagnose(parts: Parts, prepared: PreparedStep, settings: LossSettings, step:
     refuse_broken_weights(parts.module, step - 1)
     batches, said = prepared.step.batches, None
     # Every rank makes every pass, for they wait for each other in each.
-    for number, (host_batch, ready) in enumerate(zip(batches, prepared.ready, strict=True), 1):
-        batch = host_batch.to(parts.device)
+    for number, (batch, ready) in enumerate(prepared.on(parts.device), 1):
         cause = _cause(parts, batch, ready, settings)
         if cause is not None and said is None:
             names = [example.source or example.key for example in batch.examples]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from potstill.losses import (
 )
 from potstill.losses.compare import RowStats
 from potstill.models import LanguageModel
+from potstill.transfer import to_device
 from potstill.types import Batch, HiddenTarget, Target
 
 Targets = Sequence[tuple[float | Tensor, Target]]  # with the weight of each, or one per row
@@ -113,8 +115,9 @@ def _ce_weight(own: HiddenTarget, batch: Batch, settings: LossSettings) -> float
     if behaviour is None or not settings.ce_weight:
         return settings.ce_weight
     # As exact as the number is in batches of the data set's text alone: what lies in a batch must not matter.
-    weight = torch.tensor(settings.ce_weight, dtype=torch.promote_types(own.hidden.dtype, torch.float32))
-    return torch.where(behaviour.isnan(), weight.to(behaviour.device), 0.0)
+    exact = torch.promote_types(own.hidden.dtype, torch.float32)
+    weight = torch.full((), settings.ce_weight, dtype=exact, device=behaviour.device)
+    return torch.where(behaviour.isnan(), weight, 0.0)
 
 
 def _policy_gradient(
@@ -162,8 +165,10 @@ def _sampled_sums(
     teacher = targets[0][1] if targets else None
     if teacher is not None and settings.temperature != 1.0 and not teacher.dense:
         teacher = None  # it is truncated at the loss's T, and the log is at T = 1
-    chosen = torch.arange(0, labels.shape[0], max(1, labels.shape[0] // rows))[:rows]  # on the host
-    stats = compare_rows(own.select(chosen), labels[chosen], None if teacher is None else teacher.select(chosen))
+    count = labels.shape[0]
+    chosen = np.arange(0, count, max(1, count // rows))[:rows]  # on the host
+    sample = None if teacher is None else teacher.select(chosen)
+    stats = compare_rows(own.select(chosen), labels[to_device(chosen, labels.device)], sample)
     unknown = torch.full_like(stats.student_entropy, torch.nan)
     sums = {"stat_rows": torch.ones_like(unknown).sum()}
     for name in ("kl", "teacher_entropy", "student_entropy", "agreement"):
