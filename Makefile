@@ -11,7 +11,7 @@ N      ?= 20
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-hard test-races test-vllm lint format lock bench-loss bench-align bench-on-policy clean
+.PHONY: help setup quickstart test test-slow test-hard test-races test-vllm lint format lock bench-loss bench-align bench-on-policy gpu-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ bench-align: setup  ## alignment beside TRL's, and a step with another tokenizer
 bench-on-policy: setup  ## on-policy steps beside TRL's, and the server under load; needs real tokenizers (POTSTILL_ASSETS)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c requirements.lock --no-build-isolation -e '.[bench]'
 	$(BIN)/python benchmarks/on_policy.py --work runs/bench-on-policy
+
+gpu-check: setup  ## on a machine with a GPU: kernels, steps, speed; under ten minutes, writes gpu-check.json to send in
+	$(BIN)/python -W ignore benchmarks/gpu_check.py
 
 clean:  ## remove .venv, .venv-vllm, caches and build outputs; runs/ is kept
 	rm -rf $(VENV) $(VLLM) .venv-lock build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov

@@ -75,7 +75,7 @@ def potstill() -> Call:
         else:
             assert x.ids is not None and x.logprobs is not None and x.tail is not None
             target = TopKTarget(ids=x.ids, logprobs=x.logprobs, tail=x.tail)
-        row_weight = torch.full((len(x.hidden),), 1 / len(x.hidden))
+        row_weight = torch.full((len(x.hidden),), 1 / len(x.hidden), device=x.hidden.device)
         out = fused_linear_kd(x.hidden, x.head, target, divergence=x.divergence, row_weight=row_weight)
         out.loss.backward()
         return out.loss.item()
@@ -146,7 +146,7 @@ def liger(compiled: bool) -> Call:
 
     def call(x: Inputs) -> float:
         module = LigerFusedLinearJSDLoss(0.0, 1.0, beta=BETA[x.divergence], compiled=compiled)
-        labels = torch.zeros(len(x.hidden), dtype=torch.int64)
+        labels = torch.zeros(len(x.hidden), dtype=torch.int64, device=x.hidden.device)
         loss = module(x.hidden, x.head, x.teacher_hidden, x.teacher_head, labels)
         loss.backward()
         return loss.item()

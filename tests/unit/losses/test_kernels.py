@@ -178,3 +178,22 @@ def test_counting_again_finds_the_same(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "loss_bytes.py"), "--result", str(result)]
     subprocess.run(command, check=True, timeout=500)
     assert json.loads(result.read_text(encoding="utf-8")) == COUNTED
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_check_of_a_gpu_runs_to_its_end_without_one(tmp_path):
+    out = tmp_path / "gpu-check.json"
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "gpu_check.py"), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=550)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["tiny"] and all(found[part]["ok"] for part in ("twins", "steps", "loss", "quickstart", "parallel"))
+    assert found["twins"]["twins"] == len(twins(quick=True)) and found["machine"]["kernels"] == "used"
+    losses = found["parallel"]["losses"]
+    assert all(losses[way] == pytest.approx(losses["one"], rel=1e-5) for way in ("dp 2", "tp 2"))
+    measured = found["loss"]["measured"]
+    for case in ("forward KL", "JSD", "top-64"):
+        ours, torchs = measured[f"{case}, potstill"]["loss"], measured[f"{case}, potstill, torch's operations"]["loss"]
+        assert ours == pytest.approx(torchs, rel=1e-5)
+        assert ours == pytest.approx(measured[f"{case}, plain PyTorch"]["loss"], rel=0.02)  # its logits are bfloat16
