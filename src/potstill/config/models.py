@@ -222,7 +222,11 @@ class TeacherConfig(Section):
     revision: str | None = key(None, "hub revision")
     weight: float = key(1.0, "weight of this teacher's loss among several", gt=0)
     dtype: Dtype | Literal["auto"] = key("auto", "dtype of its weights; auto: as saved (float32 on a CPU)")
-    quantize: Literal["8bit", "4bit"] | None = key(None, "load in 8 or 4 bits (extra `quant`, needs CUDA)")
+    quantize: Literal["8bit", "4bit", "fp8"] | None = key(
+        None,
+        "load in 8 bits, in 4 (nf4, products in bfloat16; both: extra `quant`, need CUDA), or in fp8 (a GPU of compute "
+        "capability 8.9 or later, with the package accelerate)",
+    )
     attn_implementation: str | None = key(None, "eager, sdpa, flash_attention_2, …")
     trust_remote_code: bool = key(False, "run model code from the hub")
 

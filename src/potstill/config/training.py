@@ -91,6 +91,17 @@ class OptimizerConfig(Section):
     eps: float = key(1e-8, "AdamW's epsilon", gt=0)
     weight_decay: float = key(0.1, "on matrices only", ge=0)
     momentum: float = key(0.95, "Muon's momentum", ge=0, lt=1)
+    offload: bool = key(
+        False,
+        "AdamW in the host's memory: its state and a copy of the weights are there, 12 bytes per parameter; gradients go and "
+        "weights come back once per step (one process)",
+    )
+
+    @model_validator(mode="after")
+    def _offloads(self) -> OptimizerConfig:
+        if self.offload and self.name == "muon":
+            raise ValueError("offload goes with adamw: Muon's products are for the device")
+        return self
 
 
 class LrScheduleConfig(Section):

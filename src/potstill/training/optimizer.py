@@ -16,6 +16,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from potstill.config import LrScheduleConfig, OptimizerConfig
 from potstill.parallel.weights import here
+from potstill.types import PotstillError
 
 NARROW = (torch.bfloat16, torch.float16)  # parameters of which are moved by way of float32 masters
 
@@ -25,7 +26,7 @@ def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) 
 
     Each parameter group carries its peak learning rate as `peak`, and holds parameters that are spread over ranks alike:
     torch's kernels for many tensors at once take no others. What it moves (`params`) are the model's own parameters
-    (`weights`), or float32 masters of them (`_masters`).
+    (`weights`), or masters of them: in float32, or on the host (`_master`).
     """
     hidden = _hidden_matrices(model, head) if config.name == "muon" else []
     taken = {id(p) for p in hidden}
@@ -61,15 +62,32 @@ def moved(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
 
 
 def _moved_by(weights: list[nn.Parameter], config: OptimizerConfig) -> dict[str, Any]:
-    return {"params": [_master(p) if p.dtype in NARROW else p for p in weights], "weights": weights}
+    if config.offload and any(isinstance(p, DTensor) for p in weights):
+        raise PotstillError(
+            "train.optimizer.offload: it goes with one process, and the student is spread over several: leave it out, for "
+            "parallel.dp_shard divides the optimizer's state among them"
+        )
+    kept = [_master(p, config.offload) if config.offload or p.dtype in NARROW else p for p in weights]
+    return {"params": kept, "weights": weights}
 
 
-def _master(weight: nn.Parameter) -> nn.Parameter:
-    """A float32 copy of a narrow parameter, for an optimizer to move: bfloat16 has 8 bits, so an update below a 256th of a
-    weight would be lost. The weight's gradients are summed in float32 as well, over micro-batches."""
-    weight.grad_dtype = None  # it may be another than the weight's
-    weight.register_post_accumulate_grad_hook(_widen_gradient)
-    return nn.Parameter(weight.detach().to(torch.float32))
+def _master(weight: nn.Parameter, offload: bool) -> nn.Parameter:
+    """A copy of a parameter, for an optimizer to move: in float32 where the parameter is narrower (bfloat16 has 8 bits, so an
+    update below a 256th of a weight would be lost; its gradients are summed in float32 as well, over micro-batches), and in
+    the host's memory with `offload`."""
+    copy = weight.detach()
+    if weight.dtype in NARROW:
+        weight.grad_dtype = None  # it may be another than the weight's
+        weight.register_post_accumulate_grad_hook(_widen_gradient)
+        copy = copy.to(torch.float32)
+    return nn.Parameter(_on_host(copy) if offload else copy)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, pinned where a CUDA device is to read it. Of a CUDA tensor it is there after the next
+    synchronisation."""
+    cuda = tensor.device.type == "cuda"
+    return torch.empty_like(tensor, device="cpu", pin_memory=cuda).copy_(tensor, non_blocking=cuda)
 
 
 def _widen_gradient(weight: Tensor) -> None:
@@ -80,9 +98,14 @@ def _widen_gradient(weight: Tensor) -> None:
 
 def _take_gradients(optimizer: Optimizer, *_: Any) -> None:
     """Before a step: the masters' gradients are those of the model's parameters."""
+    away = False
     for master, weight in moved(optimizer):
-        if master is not weight:
-            master.grad = weight.grad
+        if master is weight or weight.grad is None:
+            continue
+        away = away or (master.device != weight.device and weight.device.type == "cuda")
+        master.grad = weight.grad if master.device == weight.device else _on_host(weight.grad)
+    if away:
+        torch.cuda.synchronize()  # the host computes with them
 
 
 @torch.no_grad()
@@ -90,7 +113,7 @@ def _give_weights(optimizer: Optimizer, *_: Any) -> None:
     """After a step: the model computes with its masters, rounded."""
     for master, weight in moved(optimizer):
         if master is not weight and weight.grad is not None:
-            here(weight).copy_(here(master))
+            here(weight).copy_(here(master), non_blocking=True)
             weight.grad = None
 
 

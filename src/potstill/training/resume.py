@@ -33,7 +33,7 @@ LEAVING = 60.0  # … that a rank may take to end, once train.timeout is over
 OTHER_FOLDER = "run= of a recipe, --out of the quickstart"
 # What may differ when a run is resumed: it does not change the steps already taken.
 MAY_CHANGE = re.compile(
-    r"train\.(steps|device|micro_batch_size|tokens_per_micro_batch):|parallel\.|checkpoint\.|eval[.:]|log\.|run:|data\.workers:|teachers\.\d+\.(server|remote\.(concurrency|timeout|"
+    r"train\.(steps|device|optimizer\.offload|micro_batch_size|tokens_per_micro_batch):|parallel\.|checkpoint\.|eval[.:]|log\.|run:|data\.workers:|teachers\.\d+\.(server|remote\.(concurrency|timeout|"
     r"retry_timeout|token)):|rollouts\.engine\.(server|folder|batch_size):"
 )
 _locks: dict[Path, int] = {}  # held until the process ends, however it ends

@@ -16,6 +16,7 @@ from potstill.models import LanguageModel, backbone, check_fit, difference, load
 from potstill.models.adapters import add_lora, freeze
 from potstill.models.average import MovingAverage
 from potstill.models.dropout import set_dropout
+from potstill.models.precision import pick_precision, said_precision, set_precision
 from potstill.parallel.agree import Rounds, together
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import Axis, pick_device, ranks
@@ -26,7 +27,6 @@ from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.teacher import Teacher
 from potstill.training.metrics import reset_peak_memory
 from potstill.training.optimizer import make_optimizers
-from potstill.training.precision import pick_precision, said_precision, set_precision
 from potstill.training.student import StudentLoss
 from potstill.types import PotstillError
 

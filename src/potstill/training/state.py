@@ -184,6 +184,9 @@ def load_state(checkpoint: Path, module: nn.Module, optimizers: Sequence[Optimiz
     for name, slot, key in _parted(kept):
         optimizer, parameter = slots[slot]
         optimizer.state[parameter][key] = kept[name]
+    for master, weight in (pair for optimizer in optimizers for pair in moved(optimizer)):
+        if master is not weight and master.dtype == weight.dtype:  # one of the host's, which model/ has
+            master.detach().copy_(weight.detach())
 
 
 def _readable(checkpoint: Path, read: Callable[[], T]) -> T:

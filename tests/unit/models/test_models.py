@@ -1,5 +1,8 @@
 """Loading: heads of several families, what is probed, layers kept, tokenizers compared by content."""
 
+import sys
+import types
+
 import pytest
 import torch
 from tiny import CPU, LLAMA, TOKENIZER, batch_of, examples, tiny
@@ -7,6 +10,7 @@ from tiny import CPU, LLAMA, TOKENIZER, batch_of, examples, tiny
 from potstill.config import StudentConfig, TeacherConfig
 from potstill.losses.dense import target_logits
 from potstill.models import hidden_states, keep_layers, load_student, load_teacher, load_tokenizer, shared_ids
+from potstill.models.loading import _quantization
 from potstill.types import PotstillError
 
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
@@ -177,6 +181,28 @@ def test_teacher_saved_in_float16_is_read_as_float32_on_a_cpu(tmp_path):
 def test_quantised_teacher_names_its_extra(tmp_path):
     with pytest.raises(PotstillError, match=r"\.\[quant\]"):
         load_teacher(TeacherConfig(model=str(tmp_path), quantize="4bit"), CPU, "teachers[0]")
+
+
+def test_four_bits_are_nf4_with_products_in_bfloat16(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", types.ModuleType("bitsandbytes"))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.49.0")
+    four = _quantization("4bit", CPU, "teachers[0]")
+    assert four.load_in_4bit and not four.load_in_8bit
+    assert (four.bnb_4bit_quant_type, four.bnb_4bit_compute_dtype) == ("nf4", torch.bfloat16)
+    eight = _quantization("8bit", CPU, "teachers[0]")
+    assert eight.load_in_8bit and not eight.load_in_4bit
+
+
+def test_fp8_is_for_gpus_that_have_it(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for device in (CPU, cuda):
+        with pytest.raises(
+            PotstillError, match=rf"teachers\[0\]\.quantize: fp8 needs .* 8\.9 or later, and this is {device}"
+        ):
+            _quantization("fp8", device, "teachers[0]")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert _quantization("fp8", cuda, "teachers[0]").quant_method == "fp8"
 
 
 def swapped(tokenizer, edit):

@@ -135,3 +135,33 @@ def test_a_checkpoint_keeps_the_masters_and_a_resume_is_exact(tmp_path: Path, na
         assert all(file.get_tensor(key).dtype == torch.float32 for key in masters)
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert {p.dtype for p in exported.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_on_the_host_takes_the_same_steps(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Its weights and state are copies; the model gets the same bits, and another run resumes without it, or with it."""
+
+    def made(seed: int, offload: bool):
+        module = StudentLoss(tiny(seed)).train().to(dtype)
+        return module, make_optimizers(
+            module.model, module.model.get_output_embeddings(), OptimizerConfig(offload=offload)
+        )
+
+    plain, away = made(0, False), made(0, True)
+    for module, optimizers in (plain, away):
+        trained(module, optimizers, 0, 3)
+    assert all(master is not weight for master, weight in moved(away[1][0]))
+    for folder in ("model", "state"):
+        (tmp_path / folder).mkdir()
+    write_index(tmp_path, take_snapshot(away[0].model, *away).write(tmp_path).weights)
+    trained(*plain, 3, 2)
+    for offload in (False, True):
+        again = made(1, offload)
+        load_state(tmp_path, *again)
+        trained(*again, 3, 2)
+        assert all(torch.equal(a, b) for a, b in zip(again[0].parameters(), plain[0].parameters(), strict=True))
+
+
+def test_muon_stays_on_the_device() -> None:
+    with pytest.raises(ValueError, match="offload goes with adamw"):
+        OptimizerConfig(name="muon", offload=True)

@@ -5,7 +5,7 @@ import torch
 from tiny import LLAMA, TOKENIZER
 
 from potstill.config import Recipe
-from potstill.training.precision import pick_precision, said_precision, set_precision
+from potstill.models.precision import pick_precision, said_precision, set_precision
 from potstill.types import PotstillError
 
 CPU, CUDA, MPS = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
