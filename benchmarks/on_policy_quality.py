@@ -68,6 +68,7 @@ def prepare(work: Path, seed: int) -> None:
 
     from potstill.shipped import locate
 
+    work.mkdir(parents=True, exist_ok=True)
     if not (work / "answers.jsonl").exists():
         import pyarrow.parquet
 
