@@ -35,8 +35,8 @@ test: lint  ## lint, types, and all tests but the slow ones
 	$(BIN)/mypy src
 	$(PYTEST) -m "not slow and not hard and not vllm"
 
-test-slow: setup  ## the slow tests
-	$(PYTEST) -m "slow and not hard and not vllm"
+test-slow: setup  ## the slow tests (AGAIN=--last-failed: those that failed)
+	$(PYTEST) -m "slow and not hard and not vllm" $(AGAIN)
 
 # SHARE makes it smaller, SEED repeats one; benchmarks/results/reliability.json keeps the figures of a whole one.
 test-hard: setup  ## kills, damages, full disks, fuzzed inputs, load and soak; about half an hour (SHARE=0.2: less)

@@ -74,12 +74,13 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _whole(self) -> Recipe:
         """Every rule between sections that is broken, one line each."""
-        if broken := list(dict.fromkeys([*self._conflicts(), *self._rollout_conflicts(), *self._incompatible()])):
+        found = (self._conflicts(), self._model_conflicts(), self._rollout_conflicts(), self._incompatible())
+        if broken := list(dict.fromkeys(reason for some in found for reason in some)):
             raise ValueError("\n".join(broken))
         return self
 
     def _incompatible(self) -> Iterator[str]:
-        live = any((teacher.model or teacher.source) is not None for teacher in self.teachers)
+        live = any(teacher.model or teacher.source or teacher.copies for teacher in self.teachers)
         compared = self.eval is not None and self.eval.on_policy_samples > 0 and not live
         for index, teacher in enumerate(self.teachers or [None]):
             combination = Combination.of(teacher, self.loss, self.rollouts, self.parallel, first=index == 0)
@@ -87,11 +88,6 @@ class Recipe(Section):
 
     def _conflicts(self) -> Iterator[str]:
         """Between keys of different sections, and what there is nothing to learn from."""
-        for index, teacher in enumerate(self.teachers):
-            if teacher.cache is not None and Path(teacher.cache).resolve() == Path(self.run).resolve():
-                yield f"teachers[{index}].cache is the run's own folder ({self.run}): give one of them another"
-            if not teacher.adapter and self.student.lora is None:
-                yield f"teachers[{index}].adapter: there is no adapter to leave out: give student.lora, or leave it out"
         if self.train.epochs is not None and any(s.weight is not None for s in self.data.sources):
             yield "train.epochs reads every source whole, so weights have no meaning: use train.steps"
         tokens, longest = self.train.tokens_per_micro_batch, self.data.max_length
@@ -100,11 +96,6 @@ class Recipe(Section):
                 f"train.tokens_per_micro_batch {tokens} has no room for a row of data.max_length {longest}: raise it to "
                 f"{longest} at least, or lower data.max_length"
             )
-        if self.student.lora is not None and self.student.lora.use_dora and self.parallel.tp > 1:
-            yield (
-                "student.lora.use_dora: the lengths of rows that tensor parallelism cuts are not known on one rank: set "
-                "parallel.tp to 1"
-            )
         if self.ce_weight == 0 and (not self.teachers or self.loss.kd_weight == 0):
             why = "loss.kd_weight is 0" if self.teachers else "there is no teacher"
             yield f"{why} and loss.ce_weight is 0: nothing to learn from"
@@ -112,6 +103,18 @@ class Recipe(Section):
             yield (
                 "loss.kd_weight is 0 and all text is the student's own, which it has no cross-entropy to: nothing to "
                 "learn from"
+            )
+
+    def _model_conflicts(self) -> Iterator[str]:
+        for index, teacher in enumerate(self.teachers):
+            if teacher.cache is not None and Path(teacher.cache).resolve() == Path(self.run).resolve():
+                yield f"teachers[{index}].cache is the run's own folder ({self.run}): give one of them another"
+            if not teacher.adapter and self.student.lora is None:
+                yield f"teachers[{index}].adapter: there is no adapter to leave out: give student.lora, or leave it out"
+        if self.student.lora is not None and self.student.lora.use_dora and self.parallel.tp > 1:
+            yield (
+                "student.lora.use_dora: the lengths of rows that tensor parallelism cuts are not known on one rank: set "
+                "parallel.tp to 1"
             )
 
     def _rollout_conflicts(self) -> Iterator[str]:

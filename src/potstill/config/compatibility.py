@@ -91,7 +91,7 @@ class Combination:
         made = replace(made, server=None if teacher.server is None else "unknown")
         if teacher.kind != "cache":
             signal = {"model": "live", "student": "live", "server": teacher.remote.kind}.get(teacher.kind)
-            in_place = teacher.student == "live" or not teacher.adapter
+            in_place = teacher.student is not None and not teacher.copies
             made = replace(made, own=teacher.student, in_place=in_place)
             return replace(made, holder="server" if teacher.kind == "server" else "model", signal=signal)
         if teacher.model is None and teacher.server is None:

@@ -235,10 +235,7 @@ class TeacherConfig(Section):
         given = [name for name in ("model", "server", "cache", "source", "student") if getattr(self, name) is not None]
         if not given:
             raise ValueError("give model, server or cache, or a cache beside one of the others; or student")
-        if "student" in given:
-            self._own(given)
-        elif (self.decay, self.adapter) != (0.999, True):
-            raise ValueError("decay and adapter go with student")
+        self._own(given)
         if "model" in given and "server" in given:
             raise ValueError("give model or server, not both: they would be two teachers")
         if "source" in given and len(given) > 1:
@@ -256,6 +253,10 @@ class TeacherConfig(Section):
         return self
 
     def _own(self, given: list[str]) -> None:
+        if "student" not in given:
+            if (self.decay, self.adapter) != (0.999, True):
+                raise ValueError("decay and adapter go with student")
+            return
         if len(given) > 1:
             raise ValueError(f"student goes without {next(name for name in given if name != 'student')}")
         if self.student == "live" and self.adapter and self.context_column is None:
@@ -297,6 +298,11 @@ class TeacherConfig(Section):
                 "with a cache beside the server, store says what is asked for and kept: remove remote.kind and remote.k, and "
                 "write them as store.kind and store.k"
             )
+
+    @property
+    def copies(self) -> bool:
+        """Whether it is a copy of the student, not the student that trains."""
+        return self.student in ("frozen", "ema") and self.adapter
 
     @property
     def copy_ranks(self) -> int:

@@ -26,12 +26,7 @@ def compute_targets(
     counts: Counter[str] | None = None,
 ) -> list[tuple[float | Tensor, Target]]:
     """The targets of a batch, each with its weight, or with one per row. What the teachers counted is added to `counts`."""
-    asked: list[tuple[Teacher, Target, Prepared]] = []
-    for teacher, made in zip(teachers, prepared, strict=True):
-        target, made = teacher.answer(batch, made)
-        asked += [] if target is None else [(teacher, target, made)]
-        if counts is not None:
-            counts.update(made.counts)
+    asked = _answers(teachers, prepared, batch, counts)
     names, weights, targets = [t.name for t, _, _ in asked], [t.weight for t, _, _ in asked], [t for _, t, _ in asked]
     several = len(asked) > 1
     if several and loss.combine_teachers == "average":
@@ -50,6 +45,19 @@ def compute_targets(
     if weighing:
         shares = _weighed(shares, targets, names, batch, owner, mask, loss)
     return list(zip(shares[:, owner] * mask, targets, strict=True))
+
+
+def _answers(
+    teachers: Sequence[Teacher], prepared: Sequence[Prepared], batch: Batch, counts: Counter[str] | None
+) -> list[tuple[Teacher, Target, Prepared]]:
+    """Of those that have something to say."""
+    asked: list[tuple[Teacher, Target, Prepared]] = []
+    for teacher, made in zip(teachers, prepared, strict=True):
+        target, made = teacher.answer(batch, made)
+        asked += [] if target is None else [(teacher, target, made)]
+        if counts is not None:
+            counts.update(made.counts)
+    return asked
 
 
 def _mean(weights: Sequence[float], targets: Sequence[Target]) -> MeanTarget:

@@ -225,11 +225,7 @@ def open_teachers(
     notes: list[str] = []
     for index, config in enumerate(configs):
         where = f"teachers[{index}]"
-        if config.kind not in TEACHER_SOURCES:
-            raise PotstillError(f"{where}.source: there is no {config.kind}; there are {', '.join(TEACHER_SOURCES)}")
-        asker = None if askers is None else askers.get(index)
-        opening = Opening(config, student, data, loss, device, where, asker)
-        one: Opened = load(TEACHER_SOURCES[config.kind])(opening)
+        one = _open(Opening(config, student, data, loss, device, where, (askers or {}).get(index)))
         opened.append(one)
         model = one.origin if isinstance(one.origin, LanguageModel) else None
         notes.extend([] if model is None else model.notes)
@@ -239,17 +235,23 @@ def open_teachers(
             )
         elif model is not None:
             live.append(live_teacher(model, shared_ids(student, model, where), config.name, config.weight))
-    servers = [one.origin if isinstance(one.origin, RemoteOrigin) else None for one in opened]
-    identities = [None if server is None else server.identity.weights for server in servers]
     return TeacherSet(
         [one.teacher for one in opened],
         live,
         notes,
-        identities,
+        [one.origin.identity.weights if isinstance(one.origin, RemoteOrigin) else None for one in opened],
         opened[0].origin if opened else None,
         any(one.difference is not None for one in opened),
         [one.average for one in opened if one.average is not None],
     )
+
+
+def _open(opening: Opening) -> Opened:
+    kind = opening.config.kind
+    if kind not in TEACHER_SOURCES:
+        raise PotstillError(f"{opening.where}.source: there is no {kind}; there are {', '.join(TEACHER_SOURCES)}")
+    opened: Opened = load(TEACHER_SOURCES[kind])(opening)
+    return opened
 
 
 def open_live(

@@ -40,7 +40,7 @@ class OwnPasses:
 
 def open_own(opening: Opening) -> Opened:
     config, student = opening.config, opening.student
-    if config.adapter and config.student != "live":
+    if config.copies:
         made = whole_copy(student)
         take_weights(made, student)
         average = MovingAverage(made, student, config.decay) if config.student == "ema" else None
