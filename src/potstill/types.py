@@ -96,6 +96,8 @@ class Batch:
     rows: Rows
     supervised_tokens: int  # on the host: the step's divisor is summed without touching a device
     examples: tuple[Example, ...]
+    lengths: tuple[int, ...] = ()  # packed: of documents and runs of padding, in their order; (): `document` says it
+    bounds: Tensor | None = None  # int32 [S + 1]; … where each begins, flat over the batch, and where the last one ends
 
     def to(self, device: torch.device) -> Batch:
         return _moved(self, device)

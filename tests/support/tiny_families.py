@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from potstill.data import collate
-from potstill.models import LanguageModel
+from potstill.models import LanguageModel, backbone
+from potstill.models.attention import choose
 from potstill.models.probe import HEAD_KEYS
 from potstill.training.student import LossSettings
 from potstill.types import (
@@ -49,6 +50,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 8},
     "gemma2": {"model_type": "gemma2", "attn_implementation": "eager", "final_logit_softcapping": 5.0, **WINDOW},
     "gemma3": {"model_type": "gemma3_text", **WINDOW},
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "attn_implementation": "eager",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        **WINDOW,
+    },
     "phi3": {"model_type": "phi3", "tie_word_embeddings": False, "resid_pdrop": 0.0},
     "granite": {
         "model_type": "granite",
@@ -77,7 +85,8 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> LanguageModel:
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.05)
     known = config.get_text_config().to_dict()
     head = {part: make(known[key]) for key, (part, make) in HEAD_KEYS.items() if known.get(key) is not None}
-    return LanguageModel(model, range(V), head, "blocks")  # type: ignore[arg-type]
+    choose(backbone(model), "varlen", attention)
+    return LanguageModel(model, range(V), head, "varlen")  # type: ignore[arg-type]
 
 
 def make_rows(count: int = 4, seed: int = 0, behaviour: bool = False) -> list[list[Example]]:

@@ -48,7 +48,11 @@ class StudentConfig(Section):
         "dtype of the student's weights; bfloat16: the optimizer keeps float32 masters of them; float64: to compare runs to "
         "the last digit",
     )
-    attn_implementation: str | None = key(None, "eager, sdpa, flash_attention_2, …; default: the model's own")
+    attn_implementation: str | None = key(
+        None,
+        "varlen, flash_attention_2, flash_attention_3, flex_attention; sdpa and eager make masks for packed rows; default: the "
+        "first that keeps packed documents apart; docs/gpu.md",
+    )
     dropout: float | None = key(
         None,
         "probability of all its dropouts while it trains; default: 0 where it writes text "
@@ -227,7 +231,7 @@ class TeacherConfig(Section):
         "load in 8 bits, in 4 (nf4, products in bfloat16; both: extra `quant`, need CUDA), or in fp8 (a GPU of compute "
         "capability 8.9 or later, with the package accelerate)",
     )
-    attn_implementation: str | None = key(None, "eager, sdpa, flash_attention_2, …")
+    attn_implementation: str | None = key(None, "as the student's")
     trust_remote_code: bool = key(False, "run model code from the hub")
 
     @model_validator(mode="after")

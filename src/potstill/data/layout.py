@@ -52,6 +52,7 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
     student, labels, behaviour = [nothing], [nothing], [nothing.astype(np.float32)]
     written = any(example.behaviour is not None for example in examples)
     counting = np.arange(width, dtype=np.int64)
+    lengths: list[int] = []
     for r, row in enumerate(rows):
         begin = 0
         for number, example in enumerate(row, 1):
@@ -66,12 +67,14 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
             known = example.behaviour
             behaviour.append(np.full(len(predicted), np.nan, np.float32) if known is None else known[predicted])
             begin = end
+        lengths += [n for n in (*(len(example.ids) for example in row), width - begin) if n]
+    packed = any(len(row) > 1 for row in rows)
     positions = torch.from_numpy(np.concatenate(student))
     return Batch(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         document=torch.from_numpy(document),
-        packed=any(len(row) > 1 for row in rows),
+        packed=packed,
         rows=Rows(
             student=positions,
             teacher=positions,
@@ -80,6 +83,8 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
         ),
         supervised_tokens=len(positions),
         examples=tuple(examples),
+        lengths=tuple(lengths) if packed else (),
+        bounds=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)) if packed else None,
     )
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from potstill.models.attention import block_masks, inputs
 from potstill.models.libraries import quiet
 from potstill.parallel.context import Context
 from potstill.parallel.team import Lockstep
@@ -49,7 +50,9 @@ class LanguageModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     head: Mapping[str, Any]  # softcap and logit_scale
-    masks: str  # "blocks": takes our block-diagonal masks; "own": makes its own, so one document a row only
+    attention: (
+        str  # the way documents of a row are kept apart (models/attention.py); "own": none, so one document a row only
+    )
     rows: int | None = None  # of its head, that it gives logits for; None: all
     notes: Sequence[str] = ()  # what its user should know
     processor: Mapping[str, str] = field(default_factory=dict)  # files that say how images become its input, by name
@@ -98,7 +101,7 @@ class LanguageModel:
         """By this process; `hidden` is for all others."""
         limit, lengths = self.short_positions, [len(example.ids) for example in batch.examples]
         if limit is None or batch.packed or len({length > limit for length in lengths}) < 2:
-            states = hidden_states(self.model, batch, self.masks, self.context)
+            states = hidden_states(self.model, batch, self.attention, self.context)
         else:
             states = self._short_and_long(batch, lengths, limit)
         return states.flatten(0, 1).index_select(0, positions)
@@ -129,9 +132,8 @@ class LanguageModel:
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence it can read, where it says (`hasattr`: some configs map the name to one of their own)."""
-        config = self.model.config.get_text_config()
-        return config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
+        """The longest sequence it can read, where it says."""
+        return positions_of(self.model.config.get_text_config())
 
     @property
     def short_positions(self) -> int | None:
@@ -158,7 +160,7 @@ class LanguageModel:
             cut = (rows, slice(max(lengths[i] for i in rows)))
             names = ("input_ids", "position_ids", "document")
             part = replace(batch, **{name: getattr(batch, name)[cut] for name in names})
-            found = hidden_states(self.model, part, self.masks, self.context)
+            found = hidden_states(self.model, part, self.attention, self.context)
             states.append(nn.functional.pad(found, (0, 0, 0, width - found.shape[1])))
         back = torch.tensor([*short, *long], device=batch.input_ids.device).argsort()
         return torch.cat(states).index_select(0, back)
@@ -178,12 +180,14 @@ class LanguageModel:
                 )
 
 
-def backbone(model: PreTrainedModel) -> nn.Module:
+def backbone(model: PreTrainedModel) -> PreTrainedModel:
     """The part whose last hidden states the head reads; of a model that also sees or hears, its language model, which is
     called by itself: the whole keeps what it computed of images from one call to the next."""
     nested = model.config.get_text_config() is not model.config
     part = model.get_decoder() if nested else model.base_model
-    return part.model if part.get_output_embeddings() is not None else part  # Llama 4 has a model with a head in there
+    # Llama 4 has a model with a head in there.
+    found: PreTrainedModel = part.model if part.get_output_embeddings() is not None else part
+    return found
 
 
 @contextmanager
@@ -197,45 +201,29 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
         model.train(training)
 
 
-def hidden_states(model: PreTrainedModel, batch: Batch, masks: str, context: Context | None = None) -> Tensor:
+def hidden_states(model: PreTrainedModel, batch: Batch, attention: str, context: Context | None = None) -> Tensor:
     """Last hidden states [B, L, H]; the head is not applied."""
-    length, own = batch.input_ids.shape[1], None
+    config, dtype = model.config.get_text_config(), next(model.parameters()).dtype
     if context is not None:
-        batch = context.padded(batch)
-        own = context.own(batch.input_ids.shape[1], batch.input_ids.device)
-    inputs: dict[str, Any] = {"input_ids": batch.input_ids}
-    if masks == "blocks":
-        inputs["position_ids"] = batch.position_ids
-        inputs = {name: value if own is None else value[:, own] for name, value in inputs.items()}
-        dtype = next(model.parameters()).dtype
-        inputs["attention_mask"] = block_masks(model.config.get_text_config(), batch.document, dtype, own)
-    if context is not None:
-        inputs["context"] = context
-    states: Tensor = backbone(model)(**inputs, use_cache=False).last_hidden_state
-    return states if context is None else context.joined(states, 1)[:, :length]
+        return _states_of_parts(model, batch, dtype, context)
+    given = inputs(config, batch, attention, dtype, positions_of(config))
+    states: Tensor = backbone(model)(**given, use_cache=False).last_hidden_state
+    return states
 
 
-def block_masks(
-    config: Any, document_BL: Tensor, dtype: torch.dtype, queries: Tensor | None = None
-) -> Tensor | dict[str, Tensor]:
-    """Causal attention inside each document, made on the device without reading from it. Models that mix kinds of layers
-    take one mask a kind. Right padding is document 0: it attends to itself, and nothing attends to it.
+def _states_of_parts(model: PreTrainedModel, batch: Batch, dtype: torch.dtype, context: Context) -> Tensor:
+    """The same where each rank reads a part of every sequence: it has the own rows of the masks."""
+    length = batch.input_ids.shape[1]
+    batch = context.padded(batch)
+    own = context.own(batch.input_ids.shape[1], batch.input_ids.device)
+    masks = block_masks(model.config.get_text_config(), batch.document, dtype, own)
+    ids, places = batch.input_ids[:, own], batch.position_ids[:, own]
+    found = backbone(model)(
+        input_ids=ids, position_ids=places, attention_mask=masks, context=context, use_cache=False
+    ).last_hidden_state
+    return context.joined(found, 1)[:, :length]
 
-    `config` is the one of the text: models that also see nest it in theirs. `queries`: the positions that attend; None: all."""
-    keys = config.to_dict()
-    place = torch.arange(document_BL.shape[1], device=document_BL.device)
-    queries = place if queries is None else queries
-    distance = queries[:, None] - place[None, :]
-    same = document_BL[:, None, queries, None] == document_BL[:, None, None, :]
 
-    def mask(window: int | None) -> Tensor:
-        reach = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        allowed = same & reach
-        if config._attn_implementation.endswith("sdpa"):
-            return allowed
-        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
-
-    windows = {"full_attention": None, "sliding_attention": keys.get("sliding_window")}
-    if keys.get("layer_types"):
-        return {kind: mask(windows[kind]) for kind in sorted(set(keys["layer_types"]))}
-    return mask(keys.get("sliding_window"))
+def positions_of(config: Any) -> int | None:
+    """The longest sequence a model can read, where it says (`hasattr`: some configs map the name to one of their own)."""
+    return config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None

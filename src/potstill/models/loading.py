@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from potstill.config import DataConfig, StudentConfig, TeacherConfig
 from potstill.extras import missing_extra
 from potstill.models.adapters import adapter_base, with_adapter
+from potstill.models.attention import VARLEN
 from potstill.models.language_model import LanguageModel, backbone
 from potstill.models.libraries import check_counts, loading, reason, refuse_damaged
 from potstill.models.probe import probed
@@ -57,10 +58,10 @@ def load_student(config: StudentConfig, device: torch.device, seed: int, key: st
     if config.layers is not None:
         keep_layers(model, config.layers)
     idle = ids_without_rows(model, tokenizer, who, "" if key else " (student.tokenizer)")
-    language_model = probed(model.to(device), tokenizer, who)
+    language_model = probed(model.to(device), tokenizer, who, config.attn_implementation)
     return replace(
         language_model,
-        notes=[*idle, *_router_loss(model), *_other_parts(model)],
+        notes=[*language_model.notes, *idle, *_router_loss(model), *_other_parts(model)],
         processor=_processor(model, name, config.revision),
     )
 
@@ -95,7 +96,8 @@ def load_teacher(
     tokenizer = load_tokenizer(config.model, key, config.revision, config.trust_remote_code)
     who = f"the teacher {config.model}"
     idle = ids_without_rows(model, tokenizer, who, "")
-    return replace(probed(model, tokenizer, who), notes=idle)
+    language_model = probed(model, tokenizer, who, config.attn_implementation)
+    return replace(language_model, notes=[*language_model.notes, *idle])
 
 
 def load_hollow(
@@ -115,7 +117,7 @@ def load_hollow(
 def _load_options(dtype: torch.dtype | str, attn: str | None) -> dict[str, Any]:
     """In what a model computes, and by what. The product over all experts at once knows no float64."""
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    return {"dtype": dtype, **experts, **({"attn_implementation": attn} if attn else {})}
+    return {"dtype": dtype, **experts, **({"attn_implementation": attn} if attn and attn != VARLEN else {})}
 
 
 def _router_loss(model: PreTrainedModel) -> list[str]:
@@ -307,7 +309,7 @@ def check_fit(data: DataConfig, key: str, who: str, language_model: LanguageMode
             f"{key}.packing: {who} reads all documents of a row in another way when one is longer than {short} tokens "
             f"(longrope): set {key}.packing to false, or {key}.max_length to {short} or less"
         )
-    if language_model.masks == "own":
+    if language_model.attention == "own":
         config = language_model.model.config
         kind = config.get_text_config()._attn_implementation
         other = "" if kind in ("sdpa", "eager") else ", or attn_implementation to sdpa where the model has it"

@@ -115,7 +115,7 @@ class Answers:
         return {
             "head": dict(model.head),
             "dtype": str(model.model.dtype).removeprefix("torch."),
-            "masks": model.masks,
+            "attention": model.attention,
             "rows": model.rows,
             "notes": list(model.notes),
             "bias": isinstance(head, nn.Linear) and head.bias is not None,
@@ -160,6 +160,6 @@ def load_elsewhere(
     head.weight = nn.Parameter(weight, requires_grad=False)
     if about["bias"]:
         head.bias = nn.Parameter(team.tensor_of_first(lambda: asked(BIAS))[0].to(device), requires_grad=False)
-    found = {key: about[key] for key in ("head", "masks", "rows", "notes", "fingerprint")}
+    found = {key: about[key] for key in ("head", "attention", "rows", "notes", "fingerprint")}
     placed = OwnRanks(asker, team, weight.shape[1] * weight.element_size())
     return LanguageModel(model, tokenizer, **found, placed=placed, lockstep=Lockstep(team))

@@ -3,7 +3,8 @@ when it is loaded, not believed: a model that does something else is refused, no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from potstill.models.language_model import LanguageModel, evaluating, hidden_states
+from potstill.models.attention import PLAIN, candidates, caps_scores, choose
+from potstill.models.language_model import LanguageModel, backbone, evaluating, hidden_states
 from potstill.models.libraries import reason
 from potstill.types import Batch, PotstillError, Rows
 
@@ -28,9 +30,14 @@ HEAD_KEYS = {
 RAMP = 60.0  # what the head's product is replaced with goes from minus to plus this: soft caps are felt
 
 
-def probed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, who: str) -> LanguageModel:
-    """Find out how the model takes masks, and check that head(hidden) is what it calls its logits."""
+def probed(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, who: str, attention: str | None = None
+) -> LanguageModel:
+    """Find out which way of attention keeps documents apart, and check that head(hidden) is what the model calls its logits.
+    `attention`: the way that was asked for; None: the first that does."""
     config = model.config.get_text_config()
+    if attention is None and caps_scores(model) and config._attn_implementation == "sdpa":
+        backbone(model).set_attn_implementation("eager")
     with torch.no_grad(), evaluating(model):
         try:
             single, packed = _probe_batches(config.to_dict(), model.device)
@@ -48,8 +55,7 @@ def probed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, who: str)
         rows = seen.logits.shape[-1]
         language_model = LanguageModel(model, tokenizer, {}, "own", rows if rows < seen.head_rows else None)
         language_model.head = _head(language_model, seen, who)
-        if _takes_block_masks(model, single, packed):
-            language_model.masks = "blocks"
+        language_model.attention, language_model.notes = _way(model, single, packed, who, attention)
     return language_model
 
 
@@ -136,27 +142,58 @@ def _probe_batches(keys: Mapping[str, Any], device: torch.device) -> tuple[Batch
     return single, packed
 
 
-def _takes_block_masks(model: PreTrainedModel, single: Batch, packed: Batch) -> bool:
-    config = model.config.get_text_config()
-    keys = config.to_dict()
+def _way(model: PreTrainedModel, single: Batch, packed: Batch, who: str, asked: str | None) -> tuple[str, list[str]]:
+    """The first way of attention by which documents are the same packed as alone; a word where it is not the best."""
+    text, config = backbone(model), model.config.get_text_config()
+    keys, before = config.to_dict(), config._attn_implementation
     kinds = set(keys.get("layer_types") or keys.get("layers_block_type") or ["full_attention"])
-    known = {"full_attention", "sliding_attention"}
-    if config._attn_implementation not in ("sdpa", "eager") or not kinds <= known:
-        return False
-    window = keys.get("sliding_window")
-    if window is not None:  # one that these short documents feel
-        config.sliding_window = 5
-    try:
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        return "own", []
+    plain = before if before in PLAIN else "eager"
+    failed: list[str] = []
+    with _short_windows(text, config):
+        choose(text, "own", plain)
         own = hidden_states(model, single, "own")
-        alone, together = hidden_states(model, single, "blocks"), hidden_states(model, packed, "blocks")
-        beside = [
-            hidden_states(model, _with_another_first(batch, keys["vocab_size"]), "blocks") for batch in (single, packed)
-        ]
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError):
-        return False  # a model whose forward takes no such mask; it is then used with one document a row
+        for way in candidates(model, model.device, asked):
+            try:
+                choose(text, way, plain)
+                why = "" if _keeps_apart(model, single, packed, way, own) else "documents of a row see each other"
+            except Exception as error:  # the code of each architecture, which may raise anything
+                why = reason(error)
+            if not why:
+                return way, _fallen_back(f"{who} ({config.model_type})", way, failed)
+            failed.append(f"by {way} ({why})")
+    if config._attn_implementation != before:
+        text.set_attn_implementation(before)
+    return "own", []
+
+
+def _fallen_back(who: str, way: str, failed: Sequence[str]) -> list[str]:
+    if not failed:
+        return []
+    cost = ": the masks of packed rows take memory with the square of their length" if way == "dense" else ""
+    return [f"{who} is read by {way} attention, for it cannot be {' or '.join(failed)}{cost}"]
+
+
+@contextmanager
+def _short_windows(text: PreTrainedModel, config: Any) -> Iterator[None]:
+    """Windows that the short documents of a probe feel, where it has windows; modules may have noted them too."""
+    window = config.sliding_window if hasattr(config, "sliding_window") else None
+    places = [config, *(module for module in text.modules() if "sliding_window" in vars(module))]
+    places = [place for place in places if window is not None and place.sliding_window == window]
+    try:
+        for place in places:
+            place.sliding_window = 5
+        yield
     finally:
-        if window is not None:
-            config.sliding_window = window
+        for place in places:
+            place.sliding_window = window
+
+
+def _keeps_apart(model: PreTrainedModel, single: Batch, packed: Batch, way: str, own: Tensor) -> bool:
+    alone, together = hidden_states(model, single, way), hidden_states(model, packed, way)
+    vocabulary = model.config.get_text_config().vocab_size
+    beside = [hidden_states(model, _with_another_first(batch, vocabulary), way) for batch in (single, packed)]
     # Rows of a batch do not see each other; experts still round differently when others share them.
     rounding = _moved(alone[1], beside[0][1])
     leak = _moved(together.view_as(own)[1], beside[1].view_as(own)[1])

@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from potstill.config import TeacherConfig
+from potstill.models.attention import choose
 from potstill.models.language_model import LanguageModel, backbone
 from potstill.models.loading import load_hollow, load_teacher
+from potstill.parallel.context import plain_kind
 from potstill.parallel.shard import layers
 from potstill.parallel.team import Team
 from potstill.parallel.tensor import check_tensors, split_tensors
@@ -58,13 +60,15 @@ def load_spread(
     def read() -> Mapping[str, Any]:
         nonlocal whole
         whole = load_teacher(config, device, where, key, on_host=True)
-        kept = {name: getattr(whole, name) for name in ("head", "masks", "rows", "notes")}
+        kept = {name: getattr(whole, name) for name in ("head", "attention", "rows", "notes")}
         dtypes = {name: tensor.dtype for name, tensor in _tensors(whole.model).items()}
-        return {"kept": kept | {"fingerprint": fingerprint(whole)}, "dtype": whole.model.dtype, "dtypes": dtypes}
+        kept["fingerprint"] = fingerprint(whole)
+        return {"kept": kept, "dtype": whole.model.dtype, "dtypes": dtypes, "plain": plain_kind(whole.model)}
 
     about = spread.team.of_first(read)
     model, tokenizer = load_hollow(config, about["dtype"], where, key)
     language_model = LanguageModel(model, tokenizer, **about["kept"])
+    choose(backbone(model), language_model.attention, about["plain"])
     if spread.tp is not None and (reason := _no_tensors(model, spread.tp.size(), where)):
         if config.tp != "auto":
             raise PotstillError(reason)

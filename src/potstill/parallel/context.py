@@ -100,11 +100,30 @@ class _Joined(torch.autograd.Function):
 def split_context(model: PreTrainedModel) -> None:
     """Let a model's attention see the keys and values of all ranks, in calls that say which these are (`context`)."""
     _check(model)
-    attention = model.config.get_text_config()._attn_implementation
-    name = f"context_{attention}"
-    AttentionInterface.register(name, _attention)
-    AttentionMaskInterface.register(name, {"sdpa": sdpa_mask, "eager": eager_mask}[attention])
-    model.set_attn_implementation(name)
+    model.set_attn_implementation(register_attention("context", _attention, plain_kind(model)))
+
+
+def register_attention(name: str, attention: Any, plain: str) -> str:
+    """Make an attention known to transformers, with masks as sdpa or eager (`plain`) has them. Gives its name there."""
+    name = f"{name}_{plain}"
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, {"sdpa": sdpa_mask, "eager": eager_mask}[plain])
+    return name
+
+
+def plain_kind(model: PreTrainedModel) -> str:
+    """What transformers calls a model's attention, without the name of ours around it."""
+    name: str = model.config.get_text_config()._attn_implementation
+    return next((plain for plain in ("sdpa", "eager") if name.endswith(f"_{plain}")), name)
+
+
+def plain_attention(module: Any, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """By sdpa or eager, whichever is in the name of a registered attention."""
+    inner = sdpa_attention_forward
+    if module.config._attn_implementation.endswith("eager"):  # that of each architecture is its own
+        inner = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    found: tuple[Tensor, Tensor | None] = inner(module, *inputs, **options)
+    return found
 
 
 def _attention(
@@ -119,16 +138,12 @@ def _attention(
     if context is not None:
         key, value = (context.joined(x, 2) for x in (key, value))
         options["is_causal"] = False  # the mask says it all
-    inner = sdpa_attention_forward
-    if module.config._attn_implementation.endswith("eager"):  # that of each architecture is its own
-        inner = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    found: tuple[Tensor, Tensor | None] = inner(module, query, key, value, attention_mask, **options)
-    return found
+    return plain_attention(module, query, key, value, attention_mask, **options)
 
 
 def _check(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
-    kind, attention = config.model_type, config._attn_implementation
+    kind, attention = config.model_type, plain_kind(model)
     if attention not in ("sdpa", "eager"):
         raise PotstillError(f"parallel.cp: {kind} with the attention {attention} cannot be cut: use sdpa")
     rope = config.to_dict().get("rope_parameters") or {}

@@ -205,7 +205,7 @@ class TransformersEngine:
         """Whether padding may be tried. A model that makes masks of its own may carry a state along, into which padding leaks
         by less than the rounding of 16 bits; one with caches of its own may cut texts from the row's first place on, which a
         short text does not show."""
-        if self.writer.masks == "blocks":
+        if self.writer.attention != "own":
             return True
         caches = DynamicCache(config=self.writer.model.config).layers
         return self.writer.model.dtype == torch.float32 and all(

@@ -205,7 +205,7 @@ def load_in_place(
 
 def _read_in_parts(model: LanguageModel, here: Ranks) -> None:
     """Over context-parallel ranks, where it can be: else each of them reads the whole."""
-    if here.cp.group is None or model.masks != "blocks":
+    if here.cp.group is None or model.attention == "own":
         return
     try:
         split_context(model.model)

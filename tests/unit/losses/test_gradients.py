@@ -91,7 +91,7 @@ def test_sliding_window_packed_equals_padded():
         ("gemma2", {"head_dim": 16, "final_logit_softcapping": 5.0, "num_hidden_layers": 2}),
     ):
         student = tiny(0, model_type=kind, sliding_window=5, **extra)
-        assert student.masks == "blocks"
+        assert student.attention == "varlen"
         with torch.no_grad():
             padded, packed = batch_of(*DOCUMENTS[:3]), batch_of(DOCUMENTS[:3])
             a = student.hidden(padded, padded.rows.student)

@@ -98,7 +98,7 @@ def test_head_that_gives_fewer_logits_than_it_has_rows():
 @pytest.mark.parametrize("config", HYBRIDS.values(), ids=HYBRIDS.keys())
 def test_hybrids_whose_state_runs_on_into_the_next_document_are_found(config, dtype):
     student = model_of(config, dtype)
-    assert student.masks == "own"
+    assert student.attention == "own"
     with pytest.raises(PotstillError, match=r"sdpa attention\) cannot keep packed .* set data.packing to false$"):
         check_fit(DataConfig(sources=[{"files": "x"}], packing=True, max_length=64), "data", "the student", student)
 
@@ -115,12 +115,12 @@ SOUND = {
 @pytest.mark.parametrize("config", SOUND.values(), ids=SOUND.keys())
 def test_another_first_document_does_not_change_the_second_at_all(config, dtype):
     student = model_of(config, dtype)
-    assert student.masks == "blocks"
+    assert student.attention == "varlen"
     first, second = examples([20, 20])
     batch = batch_of([first, second])
     with torch.no_grad():
-        one = hidden_states(student.model.eval(), batch, "blocks")
-        other = hidden_states(student.model, _with_another_first(batch, 2048), "blocks")
+        one = hidden_states(student.model.eval(), batch, "varlen")
+        other = hidden_states(student.model, _with_another_first(batch, 2048), "varlen")
     assert (one[:, :20] - other[:, :20]).abs().max() > 0.01
     assert (one[:, 20:] - other[:, 20:]).abs().max() <= (1e-5 if config is SOUND["mixtral"] else 0.0)
 
@@ -128,7 +128,7 @@ def test_another_first_document_does_not_change_the_second_at_all(config, dtype)
 def test_experts_that_round_by_company_may_be_packed():
     """Large enough that a product's rounding depends on how many tokens share an expert."""
     changes = {"hidden_size": 512, "intermediate_size": 768, "num_local_experts": 16}
-    assert model_of({"model_type": "mixtral"}, **changes).masks == "blocks"
+    assert model_of({"model_type": "mixtral"}, **changes).attention == "varlen"
 
 
 LONGROPE = {
@@ -158,7 +158,7 @@ def test_short_texts_beside_a_long_one_keep_the_factors_for_short_ones():
     with torch.no_grad():
         torch.testing.assert_close(read(*texts), torch.cat([read(text) for text in texts]))
         batch = batch_of(*texts)
-        together = hidden_states(student.model, batch, "blocks").flatten(0, 1)[batch.rows.student]
+        together = hidden_states(student.model, batch, "varlen").flatten(0, 1)[batch.rows.student]
         assert (together - read(*texts)).abs().max() > 1e-2
     data = DataConfig(sources=[{"files": "x"}], packing=True, max_length=64)
     with pytest.raises(

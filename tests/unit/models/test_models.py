@@ -37,7 +37,7 @@ def test_hidden_and_head_give_the_models_logits(changes):
         hidden = student.model.base_model(ids).last_hidden_state.flatten(0, 1)
         ours = target_logits(student.at_rows(hidden), slice(None))
         torch.testing.assert_close(ours, logits, rtol=1e-4, atol=1e-4)
-        assert student.masks == "blocks"
+        assert student.attention == "varlen"
 
 
 def test_unknown_logits_are_refused(monkeypatch):
@@ -64,7 +64,7 @@ NESTED = {
 def test_config_of_the_text_nested_in_another_is_the_one_read():
     """At 120 tokens, beyond the window of 40, which the short documents of the probe would never feel."""
     student = load_student(StudentConfig(config=NESTED, tokenizer=TOKENIZER), CPU, 0)
-    assert student.masks == "blocks" and student.positions == 128
+    assert student.attention == "varlen" and student.positions == 128
     assert student.model.config.text_config.sliding_window == 40
     assert student.model.get_input_embeddings().num_embeddings == 2048
     for parameter in student.model.parameters():
@@ -72,10 +72,12 @@ def test_config_of_the_text_nested_in_another_is_the_one_read():
     batch = batch_of(*examples([120, 120]))
     with torch.no_grad():
         own = hidden_states(student.model.eval(), batch, "own")
-        torch.testing.assert_close(hidden_states(student.model, batch, "blocks"), own)
-        student.model.config.text_config.sliding_window = None  # the window is felt
-        assert (hidden_states(student.model, batch, "blocks") - own).abs().max() > 1e-3
-    hidden_states(student.model.train(), batch, "blocks").sum().backward()
+        torch.testing.assert_close(hidden_states(student.model, batch, "varlen"), own)
+        for module in student.model.modules():  # the window is felt
+            if "sliding_window" in vars(module):
+                module.sliding_window = None
+        assert (hidden_states(student.model, batch, "varlen") - own).abs().max() > 1e-3
+    hidden_states(student.model.train(), batch, "varlen").sum().backward()
 
 
 @pytest.mark.parametrize("who", ["backbone", "whole"])
@@ -93,7 +95,7 @@ def test_a_forward_pass_that_fails_is_a_sentence(who, monkeypatch):
 
 def test_model_without_attention_is_used_one_document_a_row():
     config = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
-    assert load_student(StudentConfig(config=config, tokenizer=TOKENIZER), CPU, 0).masks == "own"
+    assert load_student(StudentConfig(config=config, tokenizer=TOKENIZER), CPU, 0).attention == "own"
 
 
 @pytest.mark.parametrize(

@@ -795,7 +795,7 @@ def test_a_model_that_fails_tells_who_asked_and_lives_on(teacher):
                 raise RuntimeError("no room for eleven")
             return super().hidden(batch, positions)
 
-    broken = Failing(teacher.model, teacher.tokenizer, teacher.head, teacher.masks)
+    broken = Failing(teacher.model, teacher.tokenizer, teacher.head, teacher.attention)
     scorer = Scorer(broken, 4096)
     options = ServeOptions("", 0, None, 8.0, None, None)
     service = Service(scorer, identity_of_model(teacher, "tiny"), None, options)
