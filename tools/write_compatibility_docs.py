@@ -112,7 +112,8 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "evaluation": {"`eval.on_policy_samples`, and no other teacher": {}},
     "own": {
-        "a copy (`student: frozen` or `ema`)": {"own": "frozen"},
+        "a copy (`student: frozen`)": {"own": "frozen"},
+        "a copy that follows (`student: ema`)": {"own": "ema"},
         "the student that trains (`student: live`, or `adapter: false`)": {"own": "live", "in_place": True},
     },
     "cache": {"beside a model or server": {}, "alone": {"alone": True}},

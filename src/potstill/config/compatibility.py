@@ -277,6 +277,17 @@ RULES = (
         lambda c: c.writes and c.in_place,
         "the first teacher is the student as it trains: use rollouts.on_policy_fraction for what it writes",
     ),
+    Rule(
+        "teacher",
+        lambda c: c.own is not None and (c.own_ranks or c.placement != "replicate"),
+        "a copy of the student is whole on every rank: placement and ranks go with model",
+    ),
+    Rule(
+        "rollouts.teacher_fraction",
+        lambda c: c.writes and c.own == "ema",
+        "the first teacher is the average of the student's weights, which changes while it would write: use student: frozen, "
+        "or set teacher_fraction to 0",
+    ),
     # What the signal holds
     Rule(
         "teacher",

@@ -273,6 +273,8 @@ class TeacherConfig(Section):
             )
         if self.decay != 0.999 and self.student != "ema":
             raise ValueError("decay goes with student: ema")
+        if (self.on_missing, self.store, self.trust_remote_code) != ("error", StoreConfig(), False):
+            raise ValueError("student goes without on_missing, store and trust_remote_code")
         if self.quantize or self.revision or self.dtype != "auto" or self.attn_implementation:
             raise ValueError(
                 "student goes without revision, dtype, quantize and attn_implementation: they are the student's"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -45,10 +46,15 @@ def freeze(model: PreTrainedModel, patterns: list[str], key: str = "student.free
         raise PotstillError(f"{key}: it freezes everything, so the student would learn nothing")
 
 
-def add_lora(model: PreTrainedModel, config: LoraConfig, base: str) -> str:
-    """Put adapters into the model, and freeze all else. `base`: what the model was loaded from. Gives what is worth a word."""
+def add_lora(model: PreTrainedModel, config: LoraConfig, base: str | None, revision: str | None = None) -> str:
+    """Put adapters into the model, and freeze all else. `base`: what the model was loaded from; None: it is saved nowhere.
+    Gives what is worth a word."""
     peft = _peft("student.lora")
-    head = model.get_output_embeddings()
+    head, names = model.get_output_embeddings(), set(model.state_dict())
+    if config.peft.get("init_lora_weights", True) not in (True, False, "gaussian"):
+        raise PotstillError(
+            "student.lora.peft.init_lora_weights: one that changes the student's own weights is refused"
+        )
     try:
         with quiet():
             made = peft.LoraConfig(
@@ -60,6 +66,7 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, base: str) -> str:
                 use_rslora=config.use_rslora,
                 task_type="CAUSAL_LM",
                 base_model_name_or_path=base,
+                revision=revision,
                 **config.peft,
             )
             peft.inject_adapter_in_model(made, model)
@@ -70,10 +77,11 @@ def add_lora(model: PreTrainedModel, config: LoraConfig, base: str) -> str:
             "student.lora.target_modules names the head, whose product with the hidden states is part of the loss: leave it "
             "out, or train it whole with student.lora.modules_to_save"
         )
-    # Not peft's wrapper for these, which keeps the old weights beside the new.
-    made.modules_to_save = list(config.modules_to_save) or None
-    for name in config.modules_to_save:
-        _train_whole(model, name)
+    _check_plain(peft, model, names)
+    # Not peft's wrapper for these, which keeps the old weights beside the new. peft reads a name as an ending: whole ones are
+    # no other's.
+    whole_modules = [path for name in config.modules_to_save for path in _train_whole(model, name)]
+    made.modules_to_save = whole_modules or None
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
     return f"student.lora: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
@@ -87,8 +95,27 @@ def _peft(key: str) -> Any:
     return peft
 
 
-def _train_whole(model: PreTrainedModel, name: str) -> None:
-    found = [module for path, module in model.named_modules() if path == name or path.endswith(f".{name}")]
+def _check_plain(peft: Any, model: PreTrainedModel, names: set[str]) -> None:
+    """That what the adapters add can be added to the student's matrices: else no copy of it would be right."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)}
+    others = [name for name, layer in layers.items() if type(layer) is not peft.tuners.lora.Linear]
+    others += [name for name, p in model.named_parameters() if p.requires_grad and not PARTS.fullmatch(name)]
+    others += sorted(set(plain_names(model)) ^ names)
+    if others:
+        raise PotstillError(
+            f"student.lora: {others[0]} would learn otherwise than by two matrices beside a linear layer: leave it out of "
+            "target_modules and peft"
+        )
+
+
+def _train_whole(model: PreTrainedModel, name: str) -> list[str]:
+    """All modules of that name; gives their paths."""
+    there = {path: module for path, module in model.named_modules() if path == name or path.endswith(f".{name}")}
+    found = list(there.values())
+    if any("base_layer" in part._modules for module in found for part in module.modules()):
+        raise PotstillError(
+            f"student.lora.modules_to_save: {name!r} has adapters in it: leave it out of target_modules"
+        )
     if not found:
         raise PotstillError(f"student.lora.modules_to_save: the student has no module {name!r}")
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -99,6 +126,11 @@ def _train_whole(model: PreTrainedModel, name: str) -> None:
         )
     for module in found:
         module.requires_grad_(True)
+    return list(there)
+
+
+def trains_adapters_alone(model: nn.Module) -> bool:
+    return all(PARTS.fullmatch(name) for name, p in model.named_parameters() if p.requires_grad)
 
 
 def adapter(model: nn.Module) -> Any | None:
@@ -187,20 +219,24 @@ def _merged(module: Any, weight: Tensor, weights: Mapping[str, Tensor], layer: s
     return found.to(weight.dtype).contiguous()
 
 
-def adapter_base(name: str, revision: str | None) -> str | None:
-    """Of a folder or hub id that holds an adapter alone: the model that it goes with. None: it is a model itself."""
-    if optional_file(name, "config.json", revision) is not None:
-        return None
+def adapter_base(name: str, revision: str | None) -> tuple[str, str | None] | None:
+    """Of a folder or hub id that holds an adapter alone: the model that it goes with, and its revision. None: it is a model."""
     path = optional_file(name, CONFIG, revision)
-    if path is None:
+    if path is None or optional_file(name, "config.json", revision) is not None:
         return None
-    base: str | None = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    return base
+    keys = json.loads(Path(path).read_text(encoding="utf-8"))
+    base = keys.get("base_model_name_or_path")
+    if not base:
+        raise PotstillError(
+            f"{name} holds an adapter of a model that is saved nowhere (some layers of another): use RUN/merged, which is whole"
+        )
+    return str(base), keys.get("revision")
 
 
-def with_adapter(model: PreTrainedModel, folder: str, where: str) -> PreTrainedModel:
+def with_adapter(model: PreTrainedModel, folder: str, where: str, revision: str | None) -> PreTrainedModel:
     """A base model with an adapter of a folder added to its weights."""
     peft = _peft(where)
-    with quiet():
-        merged: PreTrainedModel = peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
+    with quiet(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        merged: PreTrainedModel = peft.PeftModel.from_pretrained(model, folder, revision=revision).merge_and_unload()
     return merged

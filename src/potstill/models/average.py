@@ -16,7 +16,8 @@ from potstill.types import PotstillError
 
 @dataclass(frozen=True)
 class MovingAverage:
-    """Of a student's weights: W ← decay·W + (1 − decay)·student, after every optimizer step."""
+    """Of a student's weights: W ← decay·W + (1 − decay)·student, after every optimizer step. In float32 at least: what is added
+    at a step would be lost in fewer bits."""
 
     model: LanguageModel
     student: LanguageModel
@@ -28,7 +29,7 @@ class MovingAverage:
         mine = self.model.model.state_dict()
         for name, tensor in plain_weights(self.student.model):
             if tensor.is_floating_point():
-                mine[name].lerp_(tensor, 1 - self.decay)
+                mine[name].lerp_(tensor.to(mine[name].dtype), 1 - self.decay)
             else:
                 mine[name].copy_(tensor)
 

@@ -106,6 +106,10 @@ def load_hollow(
     """A teacher's model without its weights, which are elsewhere, and its tokenizer."""
     assert config.model is not None
     name, key = config.model, key or f"{where}.model"
+    if adapter_base(name, config.revision) is not None:
+        raise PotstillError(
+            f"{key}: {name} is an adapter, and is spread over ranks as a whole model only: merge it first"
+        )
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     with loading(name, key, "model"), torch.device("meta"):
         known = AutoConfig.from_pretrained(locate(name), **origin)
@@ -160,10 +164,14 @@ def _pretrained(name: str, where: str, config: StudentConfig | TeacherConfig, **
     with loading(name, where, "model"):
         base = adapter_base(name, config.revision)
     if base is not None:  # an adapter alone; whose code runs is the recipe's to say, not that of a file in there
-        plain = config.model_copy(update={"revision": None, "trust_remote_code": False})
-        model = _pretrained(base, where, plain, **options)
+        if adapter_base(*base) is not None:
+            raise PotstillError(
+                f"{where}: {name} is an adapter of {base[0]}, which is an adapter itself: merge that first"
+            )
+        plain = config.model_copy(update={"revision": base[1], "trust_remote_code": False})
+        model = _pretrained(base[0], where, plain, **options)
         with loading(name, where, "adapter"):
-            return with_adapter(model, locate(name), where)
+            return with_adapter(model, locate(name), where, config.revision)
     options |= _load_options(options["dtype"], config.attn_implementation)
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     with loading(name, where, "model"):

@@ -14,9 +14,9 @@ from potstill.models.language_model import LanguageModel
 from potstill.models.libraries import quiet
 
 
-def whole_copy(original: LanguageModel) -> LanguageModel:
+def whole_copy(original: LanguageModel, device: torch.device | None = None) -> LanguageModel:
     """A model of the same config, with room for the weights: `take_weights` fills it. Its buffers are filled: those outside a
-    state dict (rotary frequencies, say) never change."""
+    state dict (rotary frequencies, say) never change. `device`: default, that of the original."""
     model = original.model
     with quiet(), torch.device("meta"):
         built = type(model)._from_config(copy.deepcopy(model.config))
@@ -25,11 +25,12 @@ def whole_copy(original: LanguageModel) -> LanguageModel:
         if not isinstance(own, nn.Parameter):
             continue
         if id(own) not in made:
-            room = torch.empty(own.shape, dtype=own.dtype, device=original.device)
+            room = torch.empty(own.shape, dtype=own.dtype, device=device or original.device)
             made[id(own)] = nn.Parameter(room, requires_grad=False)
         _put(built, name, made[id(own)])
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        _put(built, name, buffer.detach().clone())
+        _put(built, name, buffer.detach().clone().to(device or original.device))
+    built.generation_config = copy.deepcopy(model.generation_config)
     return replace(original, model=built.eval(), group=None, context=None, placed=None)
 
 

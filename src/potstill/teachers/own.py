@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from potstill.models import LanguageModel, evaluating
-from potstill.models.adapters import adapters_off
+from potstill.models.adapters import adapters_off, trains_adapters_alone
 from potstill.models.average import MovingAverage
 from potstill.models.whole_copy import take_weights, whole_copy
 from potstill.teachers.open import Opened, Opening, open_loaded
@@ -43,16 +43,14 @@ def open_own(opening: Opening) -> Opened:
     if config.copies:
         made = whole_copy(student)
         take_weights(made, student)
+        if config.student == "ema" and made.model.dtype.itemsize < torch.float32.itemsize:
+            made.model.float()
         average = MovingAverage(made, student, config.decay) if config.student == "ema" else None
         return replace(open_loaded(opening, made), average=average)
-    if not config.adapter and _trains_head(student):
+    if not config.adapter and not trains_adapters_alone(student.model):
         raise PotstillError(
-            f"{opening.where}.adapter: student.lora.modules_to_save trains the head, which is the teacher's too: leave the "
-            "head out there, or adapter out here (the teacher is then a copy)"
+            f"{opening.where}.adapter: student.lora.modules_to_save changes weights that are the teacher's too: leave it out, "
+            "or adapter (the teacher is then a copy)"
         )
     opened = open_loaded(opening, replace(student, placed=OwnPasses(student, config.adapter)))
     return replace(opened, origin=None)  # it writes nothing that the student would not
-
-
-def _trains_head(student: LanguageModel) -> bool:
-    return any(p.requires_grad for p in student.model.get_output_embeddings().parameters())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from potstill.files import new_folder, remove_folder
 from potstill.models import LanguageModel
 from potstill.models.whole_copy import take_weights, whole_copy
@@ -14,7 +16,7 @@ from potstill.parallel.mesh import ranks
 def export_merged(student: LanguageModel, folder: Path) -> Path:
     """RUN/merged: the student with its adapters added to its weights, as a folder that transformers loads. Collective."""
     path, first = folder / "merged", ranks().first
-    made = together(lambda: whole_copy(student) if first else None)
+    made = together(lambda: whole_copy(student, torch.device("cpu")) if first else None)
     take_weights(made, student)
 
     def write() -> None:

@@ -36,7 +36,7 @@ def make_optimizers(model: nn.Module, head: nn.Module, config: OptimizerConfig) 
         for decay, some in ((config.weight_decay, True), (0.0, False))
         for alike in _alike(p for p in rest if (p.dim() >= 2) is some)
     ]
-    optimizers = [_adamw(groups, config)]
+    optimizers = [_adamw(groups, config)] if groups else []  # of adapters alone Muon may take all
     if hidden:
         groups = [{**_moved_by(alike, config), "peak": config.muon_lr} for alike in _alike(hidden)]
         own = hidden[0].device.type == "cpu" or isinstance(hidden[0], DTensor)

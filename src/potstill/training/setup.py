@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from potstill.config import DataConfig, Recipe, StudentConfig
+from potstill.config import DataConfig, Recipe
 from potstill.data import StepBatches, check_lengths, with_pieces
 from potstill.evals.reference import RunEvaluation
 from potstill.models import LanguageModel, backbone, check_fit, difference, load_student
@@ -142,7 +143,7 @@ def _set_repeat_weight(recipe: Recipe, teacher_set: TeacherSet) -> tuple[Recipe,
 def _open_student(recipe: Recipe, device: torch.device) -> tuple[LanguageModel, list[str]]:
     """The student as the recipe's train section wants it, and what is worth a word."""
     student = load_student(recipe.student, device, recipe.train.seed)
-    notes = [*student.notes, *_set_dropout(recipe, student), *_choose_trained(recipe.student, student)]
+    notes = [*student.notes, *_set_dropout(recipe, student), *_choose_trained(recipe, student)]
     if recipe.train.gradient_checkpointing:
         if not student.model.supports_gradient_checkpointing:
             raise PotstillError(
@@ -155,14 +156,23 @@ def _open_student(recipe: Recipe, device: torch.device) -> tuple[LanguageModel, 
     return student, notes
 
 
-def _choose_trained(config: StudentConfig, student: LanguageModel) -> list[str]:
+def _choose_trained(recipe: Recipe, student: LanguageModel) -> list[str]:
     """Adapters, or what is frozen; what is worth a word."""
+    config = recipe.student
     freeze(student.model, config.freeze)
     if config.lora is None:
         return []
     name = config.model or config.from_
     assert name is not None
-    return [add_lora(student.model, config.lora, locate(name))]
+    base = locate(name)
+    base = str(Path(base).resolve()) if Path(base).is_dir() else base
+    said = [add_lora(student.model, config.lora, None if config.layers else base, config.revision)]
+    if config.lora.dropout and recipe.rollouts.on_policy_fraction:
+        said.append(
+            "student.lora.dropout is on while the student trains and off while it writes, so what it says of its own text "
+            "differs between the two (sampling_logprob_gap): 0 takes the difference away"
+        )
+    return said
 
 
 def _spread(recipe: Recipe, student: LanguageModel, device: torch.device) -> StudentLoss:
