@@ -143,7 +143,7 @@ class TrainConfig(Section):
         "elsewhere and for a float64 student",
     )
     gradient_checkpointing: bool = key(False, "recompute activations: less memory, a third more time")
-    compile: bool = key(False, "torch.compile the student's layers")
+    compile: bool = key(False, "torch.compile the layers of the student and of live teachers that are whole on a rank")
     seed: int = key(0, "initial weights, shuffling, dropout")
     device: str = key("auto", "auto: cuda, mps or cpu, whichever there is")
     timeout: float = key(

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from potstill.models.attention import block_masks, inputs
 from potstill.models.libraries import quiet
 from potstill.parallel.context import Context
+from potstill.parallel.shard import layers
 from potstill.parallel.team import Lockstep
 from potstill.parallel.vocab import shard_targets, sliced
 from potstill.types import Batch, Head, HiddenTarget, PotstillError
@@ -188,6 +189,15 @@ def backbone(model: PreTrainedModel) -> PreTrainedModel:
     # Llama 4 has a model with a head in there.
     found: PreTrainedModel = part.model if part.get_output_embeddings() is not None else part
     return found
+
+
+def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
+    """Compile a model layer by layer, in place: like layers share what was compiled. Sizes are symbols, so that rows of another
+    length, or of other documents, are not compiled for anew. A layer that is compiled already stays as it is."""
+    inside = set(backbone(model).modules())
+    for layer in layers(model):
+        if layer in inside and layer._compiled_call_impl is None:
+            layer.compile(backend=backend, dynamic=True)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from potstill.config import DataConfig, Recipe
 from potstill.data import StepBatches, check_lengths, with_pieces
 from potstill.evals.reference import RunEvaluation
-from potstill.models import LanguageModel, backbone, check_fit, difference, load_student
+from potstill.models import LanguageModel, check_fit, compile_layers, difference, load_student
 from potstill.models.adapters import add_lora, freeze
 from potstill.models.average import MovingAverage
 from potstill.models.dropout import set_dropout
@@ -90,6 +90,10 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
     recipe, data, lengths = together(lambda: _cut(recipe, student))
     teacher_set = together(lambda: open_teachers(recipe.teachers, student, data, recipe.loss, device, askers))
     together(lambda: _check_fit(recipe, data, student, teacher_set))
+    if recipe.train.compile:
+        for teacher in teacher_set.live:
+            if teacher.source.language_model.placed is None:  # it is whole, and computed here
+                compile_layers(teacher.source.language_model.model)
     recipe, repeat = _set_repeat_weight(recipe, teacher_set)
     module = _spread(recipe, student, device)
     evaluation = together(
@@ -152,7 +156,7 @@ def _open_student(recipe: Recipe, device: torch.device) -> tuple[LanguageModel, 
             )
         student.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if recipe.train.compile:
-        backbone(student.model).compile()
+        compile_layers(student.model)
     return student, notes
 
 

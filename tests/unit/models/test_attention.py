@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny import CPU, LLAMA, TOKENIZER, tiny
 from tiny_families import V, make_model
+from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +20,7 @@ from transformers.integrations import flex_attention as transformers_flex
 
 from potstill.config import StudentConfig
 from potstill.data import collate
-from potstill.models import attention, backbone, hidden_states, load_student, segments
+from potstill.models import attention, backbone, compile_layers, hidden_states, load_student, segments
 from potstill.models.attention import block_mask, block_masks, candidates, choose, first_keys, segment_lengths
 from potstill.models.segments import segment_attention
 from potstill.parallel.context import plain_kind
@@ -318,6 +319,26 @@ def test_soft_caps_of_scores_are_not_left_out():
         torch.testing.assert_close(hidden_states(student.model, batch, "own"), ours)
         choose(backbone(student.model), "own", "sdpa")
         assert (hidden_states(student.model, batch, "own") - ours).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_layers_are_compiled_once_for_all_lengths(family):
+    """One graph for each kind of layer, packed or not, without a break; and the numbers are the same."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = make_model(family).model
+    shapes = [[[20, 9], [13]], [[31, 5, 4], [3, 8]], [[14, 2], [37]], [[12], [20]], [[33], [9]], [[50], [19]]]
+    batches = [collate(documents(shape), 0) for shape in shapes]
+    expected = [states_and_gradients(model, [batch], "varlen") for batch in batches]
+    compile_layers(model, backend="aot_eager")
+    graphs = []
+    for batch, plain in zip(batches, expected, strict=True):
+        for name, value in states_and_gradients(model, [batch], "varlen").items():
+            torch.testing.assert_close(value, plain[name], rtol=1e-5, atol=1e-6)
+        graphs.append(counters["stats"]["unique_graphs"])
+    kinds = {"llama": 1, "gemma3": 2}[family]
+    assert graphs == [kinds] * 3 + [2 * kinds] * 3 and not counters["graph_break"]
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow
