@@ -34,6 +34,7 @@ ORDER: list[set[str]] = [
     {"teachers"},
     {"rollouts"},
     {"evals"},
+    {"memory"},
     {"training"},
     {"report", "migrate"},
     {"potstill"},  # the package's own __init__

@@ -36,6 +36,13 @@ def pinned(host: Tensor) -> Tensor:
     return host if host.is_pinned() else host.pin_memory()
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, pinned where a CUDA device is to read it. Of a CUDA tensor it is there after the next
+    synchronisation."""
+    cuda = tensor.device.type == "cuda"
+    return torch.empty_like(tensor, device="cpu", pin_memory=cuda).copy_(tensor, non_blocking=cuda)
+
+
 def use_device(device: torch.device) -> None:
     """On this thread: CUDA's current device is each thread's own, and the first one until it is said."""
     if device.type == "cuda" and device.index is not None:

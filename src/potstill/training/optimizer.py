@@ -16,6 +16,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from potstill.config import LrScheduleConfig, OptimizerConfig
 from potstill.parallel.weights import here
+from potstill.transfer import on_host
 from potstill.types import PotstillError
 
 NARROW = (torch.bfloat16, torch.float16)  # parameters of which are moved by way of float32 masters
@@ -80,14 +81,7 @@ def _master(weight: nn.Parameter, offload: bool) -> nn.Parameter:
         weight.grad_dtype = None  # it may be another than the weight's
         weight.register_post_accumulate_grad_hook(_widen_gradient)
         copy = copy.to(torch.float32)
-    return nn.Parameter(_on_host(copy) if offload else copy)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, pinned where a CUDA device is to read it. Of a CUDA tensor it is there after the next
-    synchronisation."""
-    cuda = tensor.device.type == "cuda"
-    return torch.empty_like(tensor, device="cpu", pin_memory=cuda).copy_(tensor, non_blocking=cuda)
+    return nn.Parameter(on_host(copy) if offload else copy)
 
 
 def _widen_gradient(weight: Tensor) -> None:
@@ -103,7 +97,7 @@ def _take_gradients(optimizer: Optimizer, *_: Any) -> None:
         if master is weight or weight.grad is None:
             continue
         away = away or (master.device != weight.device and weight.device.type == "cuda")
-        master.grad = weight.grad if master.device == weight.device else _on_host(weight.grad)
+        master.grad = weight.grad if master.device == weight.device else on_host(weight.grad)
     if away:
         torch.cuda.synchronize()  # the host computes with them
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from potstill.config import DataConfig, Recipe
 from potstill.data import StepBatches, check_lengths, with_pieces
 from potstill.evals.reference import RunEvaluation
+from potstill.memory import WORTH_COUNTING, Step, said_memory, weight_bytes
 from potstill.models import LanguageModel, check_fit, compile_layers, difference, load_student
 from potstill.models.adapters import add_lora, freeze
 from potstill.models.average import MovingAverage
@@ -23,12 +25,13 @@ from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import Axis, pick_device, ranks
 from potstill.parallel.shard import shard, split
 from potstill.shipped import locate
+from potstill.teachers.live import LiveModel
 from potstill.teachers.open import TeacherSet, as_teachers_need, open_teachers
 from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.teacher import Teacher
 from potstill.training.metrics import reset_peak_memory
 from potstill.training.optimizer import make_optimizers
-from potstill.training.student import StudentLoss
+from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import PotstillError
 
 
@@ -95,6 +98,7 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
             if teacher.source.language_model.placed is None:  # it is whole, and computed here
                 compile_layers(teacher.source.language_model.model)
     recipe, repeat = _set_repeat_weight(recipe, teacher_set)
+    facts = [said_precision(recipe, device), *_said_memory(recipe, student, data, teacher_set, device)]
     module = _spread(recipe, student, device)
     evaluation = together(
         lambda: RunEvaluation(recipe, student, teacher_set, device, module.measure, module.completion)
@@ -113,9 +117,34 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
         writer is not None and difference(student.tokenizer, writer.tokenizer) is None,
         teacher_set.identities,
         [*notes, *teacher_set.notes, *repeat, *lengths, *evaluation.notes],
-        [said_precision(recipe, device)],
+        facts,
         teacher_set.averages,
     )
+
+
+def _said_memory(
+    recipe: Recipe, student: LanguageModel, data: DataConfig, teacher_set: TeacherSet, device: torch.device
+) -> list[str]:
+    """The memory of a step, where the models are large enough for it to matter and the student is whole in this process."""
+    train = recipe.train
+    live = [teacher.source.language_model for teacher in teacher_set.teachers if isinstance(teacher.source, LiveModel)]
+    if ranks().many or train.compile or sum(map(weight_bytes, [student, *live])) < WORTH_COUNTING:
+        return []
+    settings = LossSettings(recipe.loss.divergence, 0.5, 0.1, 1.0, 1.0, 1.0)
+    rows = (
+        max(1, (train.tokens_per_micro_batch or 0) // data.max_length)
+        if train.tokens_per_micro_batch
+        else train.micro(1)
+    )
+    step = Step(
+        rows,
+        data.max_length,
+        -(-train.batch_size // rows),
+        lambda made, batch, targets: StudentLoss(made).train()(batch, targets, 1.0, settings)[0],
+        lambda made: make_optimizers(made.model, made.model.get_output_embeddings(), train.optimizer),
+        partial(torch.autocast, device.type, torch.bfloat16, enabled=pick_precision(recipe, device) == "bf16"),
+    )
+    return [said_memory(student, live, step)]
 
 
 def _cut(recipe: Recipe, student: LanguageModel) -> tuple[Recipe, DataConfig, list[str]]:
