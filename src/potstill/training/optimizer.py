@@ -1,5 +1,4 @@
-"""Optimizers, the float32 weights they move, and the learning rate as a plain function of the step: nothing to save but the
-optimizers' own state."""
+"""Optimizers, the weights they move, and the learning rate as a plain function of the step: it has no state to save."""
 
 from __future__ import annotations
 
@@ -73,9 +72,8 @@ def _moved_by(weights: list[nn.Parameter], config: OptimizerConfig) -> dict[str,
 
 
 def _master(weight: nn.Parameter, offload: bool) -> nn.Parameter:
-    """A copy of a parameter, for an optimizer to move: in float32 where the parameter is narrower (bfloat16 has 8 bits, so an
-    update below a 256th of a weight would be lost; its gradients are summed in float32 as well, over micro-batches), and in
-    the host's memory with `offload`."""
+    """A copy of a parameter to move: in float32 where it is narrower (in bfloat16 an update below a 256th of a weight is lost),
+    as the sums of its gradients are; in the host's memory with `offload`."""
     copy = weight.detach()
     if weight.dtype in NARROW:
         weight.grad_dtype = None  # it may be another than the weight's

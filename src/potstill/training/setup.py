@@ -131,11 +131,7 @@ def _said_memory(
     if ranks().many or train.compile or sum(map(weight_bytes, [student, *live])) < WORTH_COUNTING:
         return []
     settings = LossSettings(recipe.loss.divergence, 0.5, 0.1, 1.0, 1.0, 1.0)
-    rows = (
-        max(1, (train.tokens_per_micro_batch or 0) // data.max_length)
-        if train.tokens_per_micro_batch
-        else train.micro(1)
-    )
+    rows = (train.tokens_per_micro_batch or 0) // data.max_length or train.micro(1)
     step = Step(
         rows,
         data.max_length,
