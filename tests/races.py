@@ -51,6 +51,8 @@ RACES = {
     "e2e/test_trouble.py": "signal|clock",
     "unit/config/test_compatibility.py": None,
     "unit/training/test_devices.py": None,
+    "unit/training/test_transfer.py": None,
+    "unit/losses/test_kernels.py": None,
     "unit/cache/test_cache_store.py": "threads|processes|while_another",
     "unit/teachers/test_stored_teacher.py": "threads",
     "unit/serving/test_http.py": "close_ends|hangs|other_threads|now_and_then|waited",

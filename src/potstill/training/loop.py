@@ -73,11 +73,11 @@ def _train(
     markers = checkpoints.markers
     with markers.telling_errors():
         parts = assemble(recipe, askers)
-        for fact in parts.facts:
-            console.print(fact, highlight=False, markup=False)
         for note in [*parts.notes, *filter(None, [restarts_cannot_succeed(), kernels_note(parts.device)])]:
             warn(note)
         recipe, run = parts.recipe, resume(parts, checkpoints, console)
+        for fact in parts.facts:  # of a run that begins; what is refused is refused in one sentence
+            console.print(fact, highlight=False, markup=False)
         watching = [*watchers(recipe, console, warn), *callbacks] if here.first else []
         with ExitStack() as stack:
             stop = stack.enter_context(stop_signal(markers.asked_to_stop))
