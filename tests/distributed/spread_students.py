@@ -100,7 +100,7 @@ def compare(spread: Spread, family: str, name: str | None = None, passed: int = 
 
 QUICK = ["qwen3", "phi3", "hidden · jsd · T 1.7", "top-k · forward_kl · T 1.0", "sampled", "common_vocab · dense"]
 QUICK += ["prefix_marginal", "policy_gradient_kl", "hidden · repeat"]
-WITHOUT_A_PLAN = ("qwen3-moe", "mixtral", "gpt2")
+WITHOUT_A_PLAN = ("qwen3-moe", "mixtral", "gpt2", "gpt-oss")
 
 
 def in_tensors(world: int, names: Sequence[str]) -> dict[str, dict[str, float]]:
