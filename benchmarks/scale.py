@@ -593,15 +593,17 @@ def floats_table(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def memory_table(found: Mapping[str, Any]) -> Iterator[str]:
-    yield "| ranks | MB in a step | of one process | weights, gradients, moments alone | MB while loading |"
-    yield "|---|---|---|---|---|"
+    loading = "MB while loading: first rank | others"
+    yield f"| ranks | MB in a step | of one process | weights, gradients, moments alone | {loading} |"
+    yield "|---|---|---|---|---|---|"
     whole = max(found["spread"]["1"]["memory"])
     for name, case in found["spread"].items():
         sizes = SPREAD[name]
         cut = sizes.get("dp_shard", 1) * sizes.get("tp", 1) * sizes.get("cp", 1)
-        most, loading, state = max(case["memory"]), max(case["memory_loading"]), 16 * PARAMETERS / cut
+        most, state = max(case["memory"]), 16 * PARAMETERS / cut
+        first, *others = (f"{loading / MB:,.0f}" for loading in case["memory_loading"])
         shares = f"{most / whole:.2f} | {state / MB:,.0f} (1/{cut})"
-        yield f"| {name} | {most / MB:,.0f} | {shares} | {loading / MB:,.0f} |"
+        yield f"| {name} | {most / MB:,.0f} | {shares} | {first} | {max(others, default='–', key=int)} |"
 
 
 def planning_table(found: Mapping[str, Any]) -> Iterator[str]:

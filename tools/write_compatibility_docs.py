@@ -82,7 +82,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "parallel": {
         "one process": {},
-        "several processes, vLLM in each": {"ranks": 2, "vllm_within": True},
+        "`teachers[0].ranks: 1`, vLLM in the student's processes": {"ranks": 2, "own_ranks": True, "vllm_within": True},
         "`parallel.tp: 2`": {"tp": 2},
         "`parallel.cp: 2`": {"cp": 2},
         "`parallel.ep: 2`": {"ep": 2},

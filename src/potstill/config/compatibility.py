@@ -250,9 +250,9 @@ RULES = (
     ),
     Rule(
         "rollouts.engine",
-        lambda c: c.vllm_within and c.ranks > 1 and (not c.text or "student" in c.text),
-        "vLLM in the training's process goes with one process, and this run has {ranks}: start servers with `vllm serve` and "
-        "give their addresses as rollouts.engine.server, or leave rollouts.engine.kind out",
+        lambda c: c.vllm_within and c.own_ranks and (not c.text or "student" in c.text),
+        "vLLM in the training's processes makes groups of all of them, and those of a teacher's ranks have no vLLM: start "
+        "servers with `vllm serve` and give their addresses as rollouts.engine.server, or leave teachers[].ranks out",
     ),
     Rule(
         "rollouts.teacher_fraction",

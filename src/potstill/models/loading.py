@@ -66,6 +66,20 @@ def load_student(config: StudentConfig, device: torch.device, seed: int, key: st
     )
 
 
+def hollow_student(config: StudentConfig, tokenizer: PreTrainedTokenizerFast, dtype: torch.dtype) -> PreTrainedModel:
+    """A student's model without its weights, which another rank has."""
+    name = config.model or config.from_
+    with torch.device("meta"):
+        if config.config is not None:
+            model = _fresh(config.config, tokenizer, dtype, config.attn_implementation)
+        else:
+            assert name is not None
+            model = _hollow(name, "student.model" if config.model else "student.from", config, dtype)
+    if config.layers is not None:
+        keep_layers(model, config.layers)
+    return model
+
+
 def load_student_tokenizer(config: StudentConfig, key: str | None = None) -> PreTrainedTokenizerFast:
     name = config.model or config.from_
     if config.tokenizer is None or config.tokenizer == name:
@@ -110,12 +124,17 @@ def load_hollow(
         raise PotstillError(
             f"{key}: {name} is an adapter, and is spread over ranks as a whole model only: merge it first"
         )
+    model = _hollow(name, key, config, dtype)
+    return model.eval().requires_grad_(False), load_tokenizer(name, key, config.revision, config.trust_remote_code)
+
+
+def _hollow(name: str, key: str, config: StudentConfig | TeacherConfig, dtype: torch.dtype) -> PreTrainedModel:
     origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     with loading(name, key, "model"), torch.device("meta"):
         known = AutoConfig.from_pretrained(locate(name), **origin)
         options = {"trust_remote_code": config.trust_remote_code, **_load_options(dtype, config.attn_implementation)}
-        model = _loader(known, known.architectures or []).from_config(known, **options)
-    return model.eval().requires_grad_(False), load_tokenizer(name, key, config.revision, config.trust_remote_code)
+        model: PreTrainedModel = _loader(known, known.architectures or []).from_config(known, **options)
+    return model
 
 
 def _load_options(dtype: torch.dtype | str, attn: str | None) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""A teacher that lies over the ranks of the student, or over ranks of its own: each has a part of every matrix (tensor
-parallel), of every layer (FSDP2), or both.
+"""A model that lies over ranks: the student, or a teacher over the student's ranks or over ranks of its own. Each has a part of
+every matrix (tensor parallel), of every layer (FSDP2), or both.
 
 One rank reads it into the host's memory; all others are sent one tensor at a time, and keep their part of it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +19,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from potstill.config import TeacherConfig
+from potstill.config import StudentConfig, TeacherConfig
 from potstill.models.attention import choose
 from potstill.models.language_model import LanguageModel, backbone
-from potstill.models.loading import load_hollow, load_teacher
+from potstill.models.loading import hollow_student, load_hollow, load_student, load_student_tokenizer, load_teacher
 from potstill.parallel.context import plain_kind
 from potstill.parallel.shard import layers
 from potstill.parallel.team import Team
@@ -43,6 +44,33 @@ class Spread:
 
     def without_tp(self) -> Spread:
         return Spread(self.team, None, self.fsdp, self.offload)
+
+
+def load_student_by_first(
+    config: StudentConfig, device: torch.device, seed: int, team: Team
+) -> tuple[LanguageModel, Callable[[], Filling]]:
+    """By all ranks of the student: one without weights, and what fills it once its matrices are cut."""
+    whole: LanguageModel | None = None
+
+    def read() -> Mapping[str, Any]:
+        nonlocal whole
+        whole = load_student(config, device, seed)
+        kept = {name: getattr(whole, name) for name in ("head", "attention", "rows", "notes", "processor")}
+        dtypes = {name: tensor.dtype for name, tensor in _tensors(whole.model).items()}
+        words = {"writes": whole.model.generation_config, "plain": plain_kind(whole.model)}
+        return {"kept": kept, "dtype": whole.model.dtype, "dtypes": dtypes, **words}
+
+    about = team.of_first(read)
+    tokenizer = load_student_tokenizer(config)
+    model = hollow_student(config, tokenizer, about["dtype"])
+    model.generation_config = about["writes"]
+
+    def filling() -> Filling:
+        return Filling(model, None if whole is None else whole.model, about["dtypes"], team, device)
+
+    student = LanguageModel(model, tokenizer, **about["kept"])
+    choose(backbone(model), student.attention, about["plain"])
+    return student, filling
 
 
 def load_spread(
@@ -111,16 +139,22 @@ class Filling:
         self._names = {module: name for name, module in model.named_modules()}
         self._whole = {} if whole is None else _tensors(whole)
         self._dtypes, self._team, self._device = dtypes, team, device
-        self._filled: dict[nn.Parameter, nn.Parameter] = {}  # tied ones are there once
+        # Only what is tied is held: everything else may go once FSDP has cut it.
+        count = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+        self._tied = {parameter for parameter, times in count.items() if times > 1}
+        self._filled: dict[nn.Parameter, nn.Parameter] = {}
 
     def fill(self, module: nn.Module) -> None:
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and parameter.is_meta:
-                    if parameter not in self._filled:
+                    found = self._filled.get(parameter)
+                    if found is None:
                         here = _cut(self._received(part, name, parameter), parameter, self._device)
-                        self._filled[parameter] = nn.Parameter(here, requires_grad=False)
-                    part._parameters[name] = self._filled[parameter]
+                        found = nn.Parameter(here, requires_grad=parameter.requires_grad)
+                    if parameter in self._tied:
+                        self._filled[parameter] = found
+                    part._parameters[name] = found
             for name, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     part._buffers[name] = self._received(part, name, buffer).to(self._device)

@@ -3,7 +3,7 @@ layers and around the loss. Teachers are sharded by models/spread.py, which asks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -34,20 +34,31 @@ def split(model: PreTrainedModel, here: Ranks) -> Context | None:
 
 
 def shard(
-    root: nn.Module, model: PreTrainedModel, here: Ranks, methods: tuple[str, ...], *, bf16: bool = False
+    root: nn.Module,
+    model: PreTrainedModel,
+    here: Ranks,
+    methods: tuple[str, ...],
+    *,
+    bf16: bool = False,
+    fill: Callable[[nn.Module], None] = lambda module: None,
 ) -> None:
     """Shard `root`, which calls the model and its head, over the ranks that hold other rows. Gradients are summed: the loss
-    has been divided by the tokens of all ranks. `methods`: those by which the root is called besides forward."""
+    has been divided by the tokens of all ranks. `methods`: those by which the root is called besides forward. `fill`: gives a
+    part its weights, just before it is sharded."""
     if here.sums.size == 1:
+        fill(model)
         return
     policy = BF16 if bf16 else MixedPrecisionPolicy(reduce_dtype=_sum_dtype(model))
     if here.experts is not None:
         experts = here.experts
         mesh = experts["dp_replicate", "efsdp"] if experts["dp_replicate"].size() > 1 else experts["efsdp"]
         for module in expert_modules(model):
+            fill(module)
             fully_shard(module, mesh=mesh, mp_policy=policy)
     for layer in layers(model):
+        fill(layer)
         fully_shard(layer, mesh=here.fsdp, mp_policy=policy)
+    fill(model)
     fully_shard(root, mesh=here.fsdp, mp_policy=policy)
     for part in fsdp_modules(root):
         part.set_gradient_divide_factor(1.0)

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from potstill.config.compatibility import Combination, check
 from potstill.config.rollouts import RolloutsConfig, SamplingConfig
 from potstill.models import LanguageModel, evaluating
 from potstill.models.whole_copy import take_weights, whole_copy
@@ -57,8 +56,7 @@ def open_vllm(
     check_sampling(rollouts.sampling)
     copy: VLLMProcess | VLLMServer
     if not rollouts.engine.servers:
-        check(Combination(ranks=team.size, vllm_within=True), "rollouts.engine")
-        copy = VLLMProcess(student, rollouts.engine.options, max_length, folder)
+        copy = VLLMProcess(student, rollouts.engine.options, max_length, folder, team)
     else:
         folder = Path(rollouts.engine.folder or folder)
         copy = VLLMServer(student, rollouts, max_length, folder, retry_timeout, team)

@@ -1,4 +1,5 @@
-"""vLLM in this process: a copy of the student that takes its tensors without a way over the disk."""
+"""vLLM in this process: a copy of the student that takes its tensors without a way over the disk. Of several ranks each has
+one, whole, that writes its share."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import random
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from potstill.models.libraries import reason
 from potstill.rollouts.engine import Completion, GenerationRequest
 from potstill.rollouts.vllm_requests import completion, request
 from potstill.rollouts.vllm_weights import named_weights
+from potstill.rollouts.writing_ranks import ALONE, WritingRanks
 from potstill.types import PotstillError
 
 KV_CACHE_BYTES = 2**30  # on CPUs, where vLLM would otherwise take most of the memory
@@ -36,16 +38,24 @@ class VLLMProcess:
     failures = 0  # requests that failed and were sent again
     tends = True
 
-    def __init__(self, student: LanguageModel, options: Mapping[str, Any], max_length: int, folder: Path) -> None:
+    def __init__(
+        self,
+        student: LanguageModel,
+        options: Mapping[str, Any],
+        max_length: int,
+        folder: Path,
+        team: WritingRanks = ALONE,
+    ) -> None:
         self._student = student
         self._own_group = not dist.is_initialized()  # vLLM makes one; potstill's own stays
-        keys = _keys(student, options, max_length, folder)
-        Console(stderr=True, soft_wrap=True).print("starting vLLM in this process …", highlight=False)
+        keys = _keys(student, options, max_length, folder, team.size > 1)
+        if team.first:
+            Console(stderr=True, soft_wrap=True).print("starting vLLM in this process …", highlight=False)
         with warnings.catch_warnings():  # of the libraries under vLLM, to each other
             for category in (FutureWarning, DeprecationWarning):
                 warnings.simplefilter("ignore", category)
+            team.together(lambda: _ready(student, folder, team.first))
             vllm = _import_vllm()
-            _describe(student, folder)
             with _apart(student.model.device):
                 try:
                     self.llm = vllm.LLM(**keys)
@@ -82,13 +92,17 @@ class VLLMProcess:
         ]
 
     def load(self, version: int) -> None:
+        weights = named_weights(self._student)
         with _apart(self._student.model.device):
             try:
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_weights(self._student)})
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             except Exception as error:  # the code of each architecture, which may raise anything
                 raise PotstillError(
                     f"rollouts.engine: vLLM cannot take the student's weights of step {version} ({reason(error)})"
                 ) from error
+            finally:
+                for _ in weights:  # also where they could not be taken: the other ranks would wait
+                    pass
             if not self.llm.reset_prefix_cache():
                 raise PotstillError("rollouts.engine: vLLM did not forget its prefix cache, which is of older weights")
 
@@ -98,13 +112,27 @@ class VLLMProcess:
     def close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
+        with nullcontext() if self._own_group else _keeping_groups():
+            self.llm.llm_engine.engine_core.shutdown()
+            del self.llm
         if self._own_group:
             cleanup_dist_env_and_memory()
 
 
-def _keys(student: LanguageModel, given: Mapping[str, Any], max_length: int, folder: Path) -> dict[str, Any]:
+@contextmanager
+def _keeping_groups() -> Iterator[None]:
+    """vLLM destroys every group of the process when it ends, also those that it did not make."""
+    destroy = dist.destroy_process_group
+    dist.destroy_process_group = lambda group=None: None if group is None else destroy(group)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy
+
+
+def _keys(
+    student: LanguageModel, given: Mapping[str, Any], max_length: int, folder: Path, many: bool
+) -> dict[str, Any]:
     options: dict[str, Any] = {
         "dtype": str(student.model.dtype).removeprefix("torch."),
         "max_model_len": max_length,
@@ -116,12 +144,14 @@ def _keys(student: LanguageModel, given: Mapping[str, Any], max_length: int, fol
         options |= {"enforce_eager": True, "kv_cache_memory_bytes": KV_CACHE_BYTES}
     else:
         options["gpu_memory_utilization"] = GPU_MEMORY
-    ours = {
+    ours: dict[str, Any] = {
         "model": str(folder),
         "load_format": "dummy",  # the weights come with the first update
         "generation_config": "vllm",  # nothing but the recipe says how to sample
         "logprobs_mode": "processed_logprobs",
     }
+    if many:  # the only executor that leaves the groups of the process as they are
+        ours |= {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 1}
     for key in ours:
         if key in given:
             raise PotstillError(f"rollouts.engine.options.{key} is potstill's to set: leave it out")
@@ -138,6 +168,13 @@ def _describe(student: LanguageModel, folder: Path) -> None:
         student.save_words(folder)
     except OSError as error:
         raise could_not_write(folder, error) from error
+
+
+def _ready(student: LanguageModel, folder: Path, first: bool) -> None:
+    """Before the ranks begin to wait for each other in vLLM: it is there, and what it reads."""
+    _import_vllm()
+    if first:
+        _describe(student, folder)
 
 
 def _import_vllm() -> Any:

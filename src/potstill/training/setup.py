@@ -16,14 +16,16 @@ from potstill.data import StepBatches, check_lengths, with_pieces
 from potstill.evals.reference import RunEvaluation
 from potstill.memory import WORTH_COUNTING, Step, said_memory, weight_bytes
 from potstill.models import LanguageModel, check_fit, compile_layers, difference, load_student
-from potstill.models.adapters import add_lora, freeze
+from potstill.models.adapters import adapter_base, add_lora, freeze
 from potstill.models.average import MovingAverage
 from potstill.models.dropout import set_dropout
 from potstill.models.precision import pick_precision, said_precision, set_precision
+from potstill.models.spread import Filling, load_student_by_first
 from potstill.parallel.agree import Rounds, together
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import Axis, pick_device, ranks
 from potstill.parallel.shard import shard, split
+from potstill.parallel.team import students
 from potstill.shipped import locate
 from potstill.teachers.live import LiveModel
 from potstill.teachers.open import TeacherSet, as_teachers_need, open_teachers
@@ -89,7 +91,7 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
     device = pick_device(recipe.train.device)
     reset_peak_memory(device)  # the models are the run's
     set_precision(pick_precision(recipe, device))
-    student, notes = together(lambda: _open_student(recipe, device))
+    student, notes, filling = together(lambda: _open_student(recipe, device))
     recipe, data, lengths = together(lambda: _cut(recipe, student))
     teacher_set = together(lambda: open_teachers(recipe.teachers, student, data, recipe.loss, device, askers))
     together(lambda: _check_fit(recipe, data, student, teacher_set))
@@ -99,7 +101,7 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
                 compile_layers(teacher.source.language_model.model)
     recipe, repeat = _set_repeat_weight(recipe, teacher_set)
     facts = [said_precision(recipe, device), *_said_memory(recipe, student, data, teacher_set, device)]
-    module = _spread(recipe, student, device)
+    module = _spread(recipe, student, device, filling)
     evaluation = together(
         lambda: RunEvaluation(recipe, student, teacher_set, device, module.measure, module.completion)
     )
@@ -169,9 +171,16 @@ def _set_repeat_weight(recipe: Recipe, teacher_set: TeacherSet) -> tuple[Recipe,
     ]
 
 
-def _open_student(recipe: Recipe, device: torch.device) -> tuple[LanguageModel, list[str]]:
-    """The student as the recipe's train section wants it, and what is worth a word."""
-    student = load_student(recipe.student, device, recipe.train.seed)
+def _open_student(
+    recipe: Recipe, device: torch.device
+) -> tuple[LanguageModel, list[str], Callable[[], Filling] | None]:
+    """The student as the recipe's train section wants it, what is worth a word, and where its weights come from, if not with
+    it."""
+    filling = None
+    if _read_by_first(recipe):
+        student, filling = load_student_by_first(recipe.student, device, recipe.train.seed, students(ranks()))
+    else:
+        student = load_student(recipe.student, device, recipe.train.seed)
     notes = [*student.notes, *_set_dropout(recipe, student), *_choose_trained(recipe, student)]
     if recipe.train.gradient_checkpointing:
         if not student.model.supports_gradient_checkpointing:
@@ -182,7 +191,17 @@ def _open_student(recipe: Recipe, device: torch.device) -> tuple[LanguageModel, 
         student.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if recipe.train.compile:
         compile_layers(student.model)
-    return student, notes
+    return student, notes, filling
+
+
+def _read_by_first(recipe: Recipe) -> bool:
+    """Whether one rank reads the student and the others are sent their parts. Not where something is made of its weights before
+    they are spread (adapters, a teacher that it is itself), nor where experts are cut."""
+    if not ranks().many or ranks().experts is not None or any(teacher.student for teacher in recipe.teachers):
+        return False
+    student = recipe.student
+    name = student.model or student.from_
+    return student.lora is None and (name is None or adapter_base(name, student.revision) is None)
 
 
 def _choose_trained(recipe: Recipe, student: LanguageModel) -> list[str]:
@@ -204,12 +223,15 @@ def _choose_trained(recipe: Recipe, student: LanguageModel) -> list[str]:
     return said
 
 
-def _spread(recipe: Recipe, student: LanguageModel, device: torch.device) -> StudentLoss:
+def _spread(
+    recipe: Recipe, student: LanguageModel, device: torch.device, filling: Callable[[], Filling] | None
+) -> StudentLoss:
     """The student and its loss, over the ranks of the run."""
     here = ranks()
     student.context, student.group = split(student.model, here), here.tp.group
     module = StudentLoss(student).train()
-    shard(module, student.model, here, StudentLoss.METHODS, bf16=pick_precision(recipe, device) == "bf16")
+    bf16, fill = pick_precision(recipe, device) == "bf16", (lambda part: None) if filling is None else filling().fill
+    shard(module, student.model, here, StudentLoss.METHODS, bf16=bf16, fill=fill)
     return module
 
 
