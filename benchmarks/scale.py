@@ -598,6 +598,8 @@ def memory_table(found: Mapping[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     whole = max(found["spread"]["1"]["memory"])
     for name, case in found["spread"].items():
+        if "memory" not in case:  # its bytes are from a run before the first rank read for all
+            continue
         sizes = SPREAD[name]
         cut = sizes.get("dp_shard", 1) * sizes.get("tp", 1) * sizes.get("cp", 1)
         most, state = max(case["memory"]), 16 * PARAMETERS / cut
