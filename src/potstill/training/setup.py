@@ -197,11 +197,9 @@ def _open_student(
 def _read_by_first(recipe: Recipe) -> bool:
     """Whether one rank reads the student and the others are sent their parts. Not where something is made of its weights before
     they are spread (adapters, a teacher that it is itself), nor where experts are cut."""
-    if not ranks().many or ranks().experts is not None or any(teacher.student for teacher in recipe.teachers):
-        return False
-    student = recipe.student
-    name = student.model or student.from_
-    return student.lora is None and (name is None or adapter_base(name, student.revision) is None)
+    student, name = recipe.student, recipe.student.model or recipe.student.from_
+    plain = student.lora is None and (name is None or adapter_base(name, student.revision) is None)
+    return ranks().many and ranks().experts is None and plain and not any(each.student for each in recipe.teachers)
 
 
 def _choose_trained(recipe: Recipe, student: LanguageModel) -> list[str]:
