@@ -16,6 +16,7 @@ from potstill.config import Recipe
 from potstill.config.recipe import load_recipe
 from potstill.data import Feed, PreparedStep, StoppedWaiting
 from potstill.losses.kernels import kernels_note
+from potstill.models.export import export_merged
 from potstill.parallel.agree import Agreed, everyones, exchanged, raise_together
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import pick_device, ranks, world
@@ -24,7 +25,6 @@ from potstill.parallel.stop import Stop, stop_signal
 from potstill.parallel.watch import Watch, restarts_cannot_succeed
 from potstill.teachers.placed import asking, own_ranks, serve_teacher
 from potstill.training.checkpoint import Saver
-from potstill.training.export import export_merged
 from potstill.training.feed import open_feed
 from potstill.training.logging import tell, told, watchers
 from potstill.training.metrics import Stopwatch

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from potstill.files import new_folder, remove_folder
-from potstill.models import LanguageModel
+from potstill.models.language_model import LanguageModel
 from potstill.models.whole_copy import take_weights, whole_copy
 from potstill.parallel.agree import together
 from potstill.parallel.mesh import ranks
