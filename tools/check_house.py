@@ -34,7 +34,7 @@ ORDER: list[set[str]] = [
     {"teachers"},
     {"rollouts"},
     {"evals"},
-    {"memory"},
+    {"memory", "export"},
     {"training"},
     {"report", "migrate"},
     {"potstill"},  # the package's own __init__

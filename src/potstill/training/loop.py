@@ -15,8 +15,8 @@ from rich.console import Console
 from potstill.config import Recipe
 from potstill.config.recipe import load_recipe
 from potstill.data import Feed, PreparedStep, StoppedWaiting
+from potstill.export import export_merged
 from potstill.losses.kernels import kernels_note
-from potstill.models.export import export_merged
 from potstill.parallel.agree import Agreed, everyones, exchanged, raise_together
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import pick_device, ranks, world
