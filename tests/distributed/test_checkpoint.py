@@ -234,15 +234,16 @@ def unshared(folder: Path) -> str:
     """The second rank has another folder under the name of the first one's."""
     with in_world():
         recipe = Recipe(student={"model": "s"}, data={"sources": [{"files": "f"}]}, train={"steps": 1}, run=str(folder))
-        resume_run.SHARED_SECONDS = 0.3
         _, checkpoints = resume_run.open_run(recipe, print)
         assert checkpoints.markers.ours()
         if ranks().rank == 1:
             recipe = recipe.model_copy(update={"run": str(folder / "other")})
-        try:
-            resume_run.open_run(recipe, print)
-        except PotstillError as error:
-            return str(error)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(resume_run, "SHARED_SECONDS", 0.3)
+            try:
+                resume_run.open_run(recipe, print)
+            except PotstillError as error:
+                return str(error)
     return ""
 
 
