@@ -28,8 +28,8 @@ import torch
 from potstill.config import StudentConfig
 from potstill.data import collate
 from potstill.models import LanguageModel, load_student
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.teachers.live import live_teacher
-from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import Batch, Example
 
 RESULT = Path(__file__).parent / "results" / "attention.json"

@@ -24,9 +24,9 @@ import torch
 from potstill.config import OptimizerConfig, StudentConfig
 from potstill.memory import Memory, Step, count_memory, full_batch
 from potstill.models import LanguageModel, load_student
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.training.metrics import peak_memory_bytes, reset_peak_memory
 from potstill.training.optimizer import make_optimizers
-from potstill.training.student import LossSettings, StudentLoss
 
 RESULT = Path(__file__).parent / "results" / "memory_account.json"
 CPU = torch.device("cpu")

@@ -27,9 +27,9 @@ import torch
 from potstill.config import DataConfig, StudentConfig
 from potstill.data import StepBatches
 from potstill.models import load_student
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.shipped import locate
 from potstill.teachers.live import live_teacher
-from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import Batch
 
 RESULT = Path(__file__).parent / "results" / "token_batches.json"

@@ -34,6 +34,7 @@ ORDER: list[set[str]] = [
     {"teachers"},
     {"rollouts"},
     {"evals"},
+    {"objective"},
     {"memory", "export"},
     {"training"},
     {"report", "migrate"},

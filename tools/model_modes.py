@@ -24,12 +24,12 @@ from potstill.config import DataConfig, SamplingConfig, StudentConfig, TeacherCo
 from potstill.config.recipe import load_recipe
 from potstill.data import collate
 from potstill.models import LanguageModel, check_fit, load_student, load_teacher, quiet, shared_ids
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.transformers import TransformersEngine
 from potstill.teachers.live import live_teacher
 from potstill.training.loop import train
 from potstill.training.run import Callback, Run
-from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import Batch, Example
 
 CPU = torch.device("cpu")

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from potstill.config import ParallelConfig, Recipe
 from potstill.data import StepBatches
 from potstill.models import load_student, loading
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.parallel.channel import Asker
 from potstill.parallel.context import Context, split_context
 from potstill.parallel.mesh import Ranks, world
@@ -26,7 +27,6 @@ from potstill.parallel.tensor import split_tensors
 from potstill.teachers.combine import compute_targets
 from potstill.teachers.open import as_teachers_need, open_teachers
 from potstill.teachers.placed import asking, own_ranks, serve_teacher
-from potstill.training.student import LossSettings, StudentLoss
 
 CPU = torch.device("cpu")
 ROWS = 2051  # ids of the student's head; nothing that is tried divides them

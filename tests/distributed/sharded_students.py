@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from potstill.config import OptimizerConfig, ParallelConfig
+from potstill.objective.student_loss import StudentLoss
 from potstill.parallel.mesh import Ranks, ranks, world
 from potstill.parallel.shard import shard, split
 from potstill.training.optimizer import make_optimizers
-from potstill.training.student import StudentLoss
 
 HERE = torch.device("cpu")
 

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from potstill.losses import label_logprobs
 from potstill.models import LanguageModel, evaluating
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.parallel.context import Context, split_context
 from potstill.parallel.tensor import split_tensors
 from potstill.teachers.confidence import row_confidence
-from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import Batch
 
 Spread = Callable[[LanguageModel], Any]

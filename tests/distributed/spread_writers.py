@@ -19,6 +19,7 @@ from potstill.data import Encoder
 from potstill.data.dealing import Share
 from potstill.evals.on_policy import OnPolicyEval
 from potstill.models import LanguageModel
+from potstill.objective.student_loss import StudentLoss
 from potstill.parallel.agree import exchanged
 from potstill.parallel.mesh import Ranks, ranks, world
 from potstill.parallel.tensor import split_tensors
@@ -34,7 +35,6 @@ from potstill.training.metrics import Stopwatch
 from potstill.training.run import Run
 from potstill.training.setup import assemble
 from potstill.training.step import optimizer_step
-from potstill.training.student import StudentLoss
 from potstill.types import PotstillError
 
 CPU = torch.device("cpu")

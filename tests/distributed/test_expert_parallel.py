@@ -11,10 +11,10 @@ from tiny_families import batches, make_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from potstill.objective.student_loss import StudentLoss
 from potstill.parallel.experts import check_experts, expert_modules, split_experts
 from potstill.parallel.mesh import expert_mesh
 from potstill.parallel.tensor import split_tensors
-from potstill.training.student import StudentLoss
 from potstill.types import PotstillError
 
 PATIENCE = 300  # seconds

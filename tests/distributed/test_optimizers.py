@@ -8,10 +8,10 @@ from ranks import on_ranks
 from sharded_students import backward, in_world, optimizers_of, parameters, sharded, step
 from tiny_families import make_model
 
+from potstill.objective.student_loss import StudentLoss
 from potstill.parallel.mesh import ranks
 from potstill.training.optimizer import moved
 from potstill.training.state import load_state, take_snapshot
-from potstill.training.student import StudentLoss
 
 TWO = [("llama-tied", {}), ("qwen3", {"tp": 2})]
 FOUR = [("llama-tied", {"tp": 2}), ("phi3", {"tp": 2}), ("llama-tied", {"dp_replicate": 2}), ("llama", {})]

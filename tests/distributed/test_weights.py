@@ -9,10 +9,10 @@ from sharded_students import backward, in_world, sharded
 from tiny_families import V, make_model
 
 from potstill.models.adapters import plain_weights
+from potstill.objective.student_loss import StudentLoss
 from potstill.parallel.gradients import clip
 from potstill.parallel.mesh import Ranks, ranks
 from potstill.parallel.weights import whole
-from potstill.training.student import StudentLoss
 
 TWO = [("llama-tied", {}), ("llama-tied", {"tp": 2}), ("phi3", {"tp": 2})]
 FOUR = [

@@ -11,12 +11,12 @@ from potstill.cache.build import build
 from potstill.config import CrossTokenizerConfig, DataConfig, LossConfig, StoreConfig
 from potstill.data import StepBatches
 from potstill.models import LanguageModel
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.teachers.combine import compute_targets
 from potstill.teachers.cross_tokenizer import cross_tokenizer_view
 from potstill.teachers.live import LiveModel
 from potstill.teachers.reading import TeacherReader
 from potstill.teachers.teacher import Teacher
-from potstill.training.student import LossSettings, StudentLoss
 
 KD = LossSettings("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
 WORDS = ["union", "people", "congress", "peace", "treasury", "nation", "year", "duty", "law", "commerce"]

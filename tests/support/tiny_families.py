@@ -20,7 +20,7 @@ from potstill.data import collate
 from potstill.models import LanguageModel, backbone
 from potstill.models.attention import choose
 from potstill.models.probe import HEAD_KEYS
-from potstill.training.student import LossSettings
+from potstill.objective.student_loss import LossSettings
 from potstill.types import (
     Batch,
     ChunkTarget,

@@ -21,6 +21,7 @@ from potstill.models.average import MovingAverage
 from potstill.models.dropout import set_dropout
 from potstill.models.precision import pick_precision, said_precision, set_precision
 from potstill.models.spread import Filling, load_student_by_first
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.parallel.agree import Rounds, together
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import Axis, pick_device, ranks
@@ -33,7 +34,6 @@ from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.teacher import Teacher
 from potstill.training.metrics import reset_peak_memory
 from potstill.training.optimizer import make_optimizers
-from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import PotstillError
 
 

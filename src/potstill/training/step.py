@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from potstill.config import Recipe
 from potstill.config.sections import value_at
 from potstill.data import PreparedStep
+from potstill.objective.student_loss import LossSettings
 from potstill.parallel.agree import everyones, raise_together
 from potstill.parallel.gradients import clip
 from potstill.parallel.mesh import ranks, sum_over_ranks
@@ -25,7 +26,6 @@ from potstill.training.metrics import SUMS, Stopwatch, alignment, means, peak_me
 from potstill.training.optimizer import lr_factor, set_lr
 from potstill.training.run import Run
 from potstill.training.setup import Parts
-from potstill.training.student import LossSettings
 from potstill.types import Batch, PotstillError, Teacher
 
 

@@ -29,12 +29,12 @@ from potstill.config.recipe import load_recipe
 from potstill.data import collate
 from potstill.evals.reference import RunEvaluation
 from potstill.models import LanguageModel, load_student, load_teacher
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.rollouts.remote_writer import RemoteWriter
 from potstill.teachers.combine import compute_targets
 from potstill.teachers.open import open_teachers
 from potstill.teachers.remote import RemoteOrigin
 from potstill.teachers.teacher import Teacher
-from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import Batch, Head, HiddenTarget, PotstillError, Prepared, Target
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from tiny import batch_of, examples, tiny
 
 from potstill.models import shared_ids
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.teachers.live import live_teacher
-from potstill.training.student import LossSettings, StudentLoss
 
 FORWARD = LossSettings("forward_kl", 0.5, 0.1, 2.0, 0.8, 0.3, repeat_weight=0.15)
 DOCUMENTS = examples([9, 17, 4, 12, 21, 6, 15, 8])

@@ -26,13 +26,13 @@ from potstill.losses import (
 )
 from potstill.losses.divergences import LOG_FLOOR
 from potstill.models import load_student, load_teacher, shared_ids
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.teachers.combine import compute_targets
 from potstill.teachers.confidence import row_confidence
 from potstill.teachers.live import live_teacher
 from potstill.teachers.open import open_teachers
 from potstill.teachers.teacher import Teacher
 from potstill.training.metrics import SUMS, means
-from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import Batch, HiddenTarget, PotstillError, Rows
 
 # Halves and quarters: the loss's weights are float32, and these are exact in it.

@@ -12,8 +12,8 @@ from tiny import CPU, LLAMA, batch_of, tiny
 from potstill.config import CrossTokenizerConfig, StudentConfig
 from potstill.data import Encoder
 from potstill.models import load_student, shared_ids
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.teachers.live import live_teacher
-from potstill.training.student import LossSettings, StudentLoss
 from potstill.types import Example
 
 KNOBS = LossSettings("forward_kl", 0.5, 0.1, 1.0, 0.8, 0.3)

@@ -15,9 +15,9 @@ from potstill.losses import DIVERGENCES, DenseTarget, fused_linear_kd
 from potstill.losses import dense as dense_module
 from potstill.losses.dense import target_logits
 from potstill.models import load_student
+from potstill.objective.student_loss import StudentLoss
 from potstill.teachers.prefix_marginal import PrefixMarginalView
 from potstill.teachers.tokenizer_pair import TokenizerPair
-from potstill.training.student import StudentLoss
 from potstill.types import Example
 
 TEXTS = [

@@ -30,6 +30,7 @@ from potstill.data import Feed, StepBatches, without
 from potstill.losses import DIVERGENCES, TopKTarget, fused_linear_kd
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_student, load_teacher, shared_ids
+from potstill.objective.student_loss import LossSettings
 from potstill.serving.batching import Scorer
 from potstill.serving.server import ServeOptions, Service, application
 from potstill.teachers.combine import compute_targets
@@ -38,7 +39,6 @@ from potstill.teachers.open import open_teachers
 from potstill.teachers.remote import StudentTopK, open_server
 from potstill.teachers.stored import StoredSignal
 from potstill.teachers.teacher import Teacher
-from potstill.training.student import LossSettings
 from potstill.types import Example, HiddenTarget, PotstillError
 
 PIECES = "shipped:tokenizers/pieces-1k"

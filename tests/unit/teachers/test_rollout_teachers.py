@@ -18,13 +18,13 @@ from potstill.config import DataConfig, LossConfig, SamplingConfig, StudentConfi
 from potstill.data import Encoder
 from potstill.data.dealing import Share
 from potstill.models import LanguageModel, load_student
+from potstill.objective.student_loss import LossSettings
 from potstill.rollouts.buffer import Layout, laid_out
 from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.prompts import Answers, Prompter, stop_ids
 from potstill.rollouts.transformers import TransformersEngine
 from potstill.shipped import locate
 from potstill.teachers.open import open_teachers
-from potstill.training.student import LossSettings
 
 PIECES = "shipped:tokenizers/pieces-1k"
 METHODS = ("prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld")

@@ -18,9 +18,9 @@ import potstill
 from potstill.config import DataConfig, LossConfig, StudentConfig, TeacherConfig
 from potstill.losses import DIVERGENCES, DenseTarget, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_student, load_teacher
+from potstill.objective.student_loss import StudentLoss
 from potstill.teachers.combine import compute_targets
 from potstill.teachers.open import as_teachers_need, open_teachers
-from potstill.training.student import StudentLoss
 from potstill.types import MeanTarget, PotstillError
 
 

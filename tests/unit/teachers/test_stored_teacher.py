@@ -33,12 +33,12 @@ from potstill.data import Feed, StepBatches, collate
 from potstill.data.feed import without_missing
 from potstill.losses import DIVERGENCES, SampledTarget, TopKTarget, fused_linear_kd
 from potstill.models import LanguageModel, load_teacher, shared_ids
+from potstill.objective.student_loss import LossSettings
 from potstill.teachers.live import LiveModel, live_teacher
 from potstill.teachers.open import as_teachers_need, open_teachers
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.stored import CachedSignal
 from potstill.teachers.teacher import Teacher
-from potstill.training.student import LossSettings
 from potstill.types import HiddenTarget, PotstillError
 
 TWO = {"kind": "top_k", "k": 32, "temperatures": (1.0, 2.0)}

@@ -23,6 +23,7 @@ from potstill.data import Encoder, PreparedStep
 from potstill.evals.fidelity import _binned
 from potstill.losses import fused_linear_kd
 from potstill.models import LanguageModel, load_student, segments
+from potstill.objective.student_loss import StudentLoss
 from potstill.rollouts.sampling import draw, drawn_from
 from potstill.signals.compute import draws
 from potstill.teachers.cross_tokenizer import cross_tokenizer_view
@@ -37,7 +38,6 @@ from potstill.training.metrics import Stopwatch
 from potstill.training.optimizer import make_optimizers
 from potstill.training.run import Run
 from potstill.training.setup import Parts
-from potstill.training.student import StudentLoss
 from potstill.transfer import exact, to_device
 from potstill.types import Example, StepBatch, TopKTarget
 

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from potstill.config import OptimizerConfig
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.training.optimizer import make_optimizers, moved
 from potstill.training.state import load_state, take_snapshot, write_index
-from potstill.training.student import LossSettings, StudentLoss
 
 SETTINGS = LossSettings("forward_kl", 0.5, 0.1, 1.0, kd_weight=0.0, ce_weight=1.0)
 

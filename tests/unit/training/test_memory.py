@@ -9,8 +9,8 @@ from tiny import tiny
 
 from potstill.config import OptimizerConfig
 from potstill.memory import Memory, Step, count_memory
+from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.training.optimizer import make_optimizers
-from potstill.training.student import LossSettings, StudentLoss
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "memory_account.json"
 SETTINGS = LossSettings("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.5)

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM
 
 from potstill.config import OptimizerConfig
+from potstill.objective.student_loss import StudentLoss
 from potstill.parallel.weights import weights_of
 from potstill.training import state
 from potstill.training.optimizer import make_optimizers
 from potstill.training.state import load_state, seed_step, take_snapshot, write_index
-from potstill.training.student import StudentLoss
 from potstill.types import PotstillError
 
 

@@ -15,9 +15,9 @@ import potstill
 from potstill.config.recipe import load_recipe
 from potstill.data import StepBatches
 from potstill.data.dealing import Share
+from potstill.objective.student_loss import LossSettings
 from potstill.rollouts.buffer import Layout, laid_out
 from potstill.teachers.live import live_teacher
-from potstill.training.student import LossSettings
 from potstill.types import PotstillError
 
 MIXED = LossSettings("jsd", 0.5, 0.1, 1.7, 1.0, 0.3)
