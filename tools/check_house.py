@@ -37,7 +37,8 @@ ORDER: list[set[str]] = [
     {"objective"},
     {"memory", "export"},
     {"training"},
-    {"report", "migrate"},
+    {"report", "migrate", "dry_run"},
+    {"preview"},
     {"potstill"},  # the package's own __init__
     {"cli"},
     {"__main__"},  # `python -m potstill`

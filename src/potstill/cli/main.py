@@ -37,7 +37,6 @@ app = typer.Typer(
     help="Distil a teacher language model into a student.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode="rich",
 )
 
@@ -82,6 +81,9 @@ def quickstart(
 def train(
     recipe: Annotated[Path, typer.Argument(help="YAML recipe; docs/recipe.md lists its keys.")],
     overrides: opt.Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Everything up to the first step; nothing is trained or saved.")
+    ] = False,
 ) -> None:
     """Run a recipe, or go on with it where it stopped; under torchrun over many processes.
 
@@ -93,9 +95,14 @@ def train(
     from potstill.config.recipe import load_recipe
 
     checked = load_recipe(recipe, overrides or [])
+    console = Console(soft_wrap=True, quiet=rank() > 0)
+    if dry_run:
+        from potstill.dry_run import dry_run as run_dry
+
+        run_dry(checked, console)
+        return
     with traces_in(Path(checked.run)):
         run = run_recipe(checked)
-    console = Console(soft_wrap=True, quiet=rank() > 0)
     if run.stopped_by:
         console.print(
             f"stopped by {run.stopped_by} at step {run.step}; the same command goes on from there", highlight=False
@@ -103,6 +110,28 @@ def train(
         raise typer.Exit(run.exit_code)
     if rank() == 0:
         console.print(f"student: {run.model}", highlight=False, markup=False)
+
+
+@app.command()
+def preview(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe.")],
+    overrides: opt.Overrides = None,
+    records: Annotated[int, typer.Option(help="Records of each source, and answers that are written.", min=1)] = 3,
+    tokens: Annotated[int, typer.Option(help="Tokens of each that a terminal shows.", min=1)] = 300,
+    html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
+    json_out: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
+) -> None:
+    """Show records as text and tokens, with what is supervised, as the student and as each teacher reads them.
+
+    Where the recipe has text written (rollouts), one generation is written and shown too.
+
+    Example: potstill preview recipes/chat.yaml --records 1
+    """
+    from potstill.cli.preview import preview_recipe
+    from potstill.config.recipe import load_recipe
+
+    checked = load_recipe(recipe, overrides or [])
+    preview_recipe(checked, recipe.name, records=records, tokens=tokens, html=html, json_out=json_out)
 
 
 @app.command()
@@ -297,6 +326,20 @@ def report(
     from potstill.report import write_report
 
     Console(soft_wrap=True).print(f"report: {write_report(runs, out)}", highlight=False, markup=False)
+
+
+@app.command()
+def config(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe.")],
+    overrides: opt.Overrides = None,
+) -> None:
+    """Print the resolved recipe: every key with its value, references and overrides applied, checked as `train` checks it.
+
+    Example: potstill config recipes/distil.yaml train.steps=200 > mine.yaml
+    """
+    from potstill.config.recipe import load_recipe, recipe_yaml
+
+    print(recipe_yaml(load_recipe(recipe, overrides or [])), end="")
 
 
 @app.command()

@@ -109,7 +109,7 @@ def show_text(
     chunks = list(_chunks(alignment, student, teacher, tables))
     console = Console(soft_wrap=True, highlight=False)
     if html is not None:
-        _write_page(html, _page(names, chunks, counts))
+        write_page(html, _page(names, chunks, counts))
     if as_json:
         print(json.dumps({**asdict(counts), **counts.shares()}))
         return counts
@@ -149,7 +149,7 @@ def show_corpus(
     if not counts.texts:
         raise PotstillError("there is no text to align")
     if html is not None:
-        _write_page(html, _page(names, [], counts, places))
+        write_page(html, _page(names, [], counts, places))
     if as_json:
         print(
             json.dumps({**asdict(counts), **counts.shares(), "worst": [asdict(p) for p in places]}, ensure_ascii=False)
@@ -175,7 +175,7 @@ def encode(tok: Any, texts: Sequence[str], where: str) -> list[list[int]]:
         ) from error
 
 
-def _shown(ids: Sequence[int], table: TokenTable) -> tuple[str, ...]:
+def shown_tokens(ids: Sequence[int], table: TokenTable) -> tuple[str, ...]:
     """Tokens for the eye: spaces and line ends as signs, bytes that are no character as hexadecimal."""
     shown = []
     for index in ids:
@@ -195,7 +195,7 @@ def _chunks(
     columns = (alignment.student_start, alignment.student_end, alignment.teacher_start, alignment.teacher_end)
     for s0, s1, t0, t1, exact in zip(*(column.tolist() for column in columns), alignment.exact.tolist(), strict=True):
         kind = "not" if not exact else "one" if s1 - s0 == t1 - t0 == 1 else "many"
-        yield Chunk(_shown(student[s0:s1], tables[0]), _shown(teacher[t0:t1], tables[1]), kind)
+        yield Chunk(shown_tokens(student[s0:s1], tables[0]), shown_tokens(teacher[t0:t1], tables[1]), kind)
 
 
 def _places(
@@ -217,7 +217,7 @@ def _places(
     for at in islice(np.argsort(-size, kind="stable").tolist(), most):
         if size[at]:
             parts = (
-                "|".join(_shown(ids[int(begin[at]) : int(end[at])], table))
+                "|".join(shown_tokens(ids[int(begin[at]) : int(end[at])], table))
                 for ids, begin, end, table in (
                     (student, alignment.student_start, alignment.student_end, tables[0]),
                     (teacher, alignment.teacher_start, alignment.teacher_end, tables[1]),
@@ -275,7 +275,8 @@ def _facts(names: Sequence[str], counts: Counts) -> list[tuple[str, str]]:
     ]
 
 
-def _write_page(path: Path, page: str) -> None:
+def write_page(path: Path, page: str) -> None:
+    """With the folders above it."""
     if path.is_dir():
         raise PotstillError(f"{path} is a folder: name a file for the page, such as {path / 'align.html'}")
     try:

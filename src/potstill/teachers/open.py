@@ -175,7 +175,7 @@ def open_cached(opening: Opening) -> Opened:
         computes = opening.model()
     elif config.server is not None:
         computes = open_server(config, opening.where)
-    tokenizer = _cached_tokenizer(folder, where) if computes is None else computes.tokenizer
+    tokenizer = cached_tokenizer(folder, where) if computes is None else computes.tokenizer
     reason = difference(student.tokenizer, tokenizer)
     opening.check(reason, computes)  # before there is a folder
     if computes is not None:
@@ -207,7 +207,18 @@ def _opened_writer(opening: Opening, origin: TeacherBackend | None, folder: Path
     return found[0] if found else None
 
 
-def _cached_tokenizer(folder: Path, where: str) -> Any:
+def teacher_tokenizer(config: TeacherConfig, where: str, student: Any) -> Any:
+    """A teacher's tokenizer, without its weights; the student's, where it reads the student's tokens whatever they are."""
+    if config.model is not None:
+        return load_tokenizer(config.model, f"{where}.model", config.revision, config.trust_remote_code)
+    if config.server is not None:
+        origin = open_server(config, where)
+        origin.close()
+        return origin.tokenizer
+    return student if config.cache is None else cached_tokenizer(Path(config.cache), f"{where}.cache")
+
+
+def cached_tokenizer(folder: Path, where: str) -> Any:
     check_beside(folder, read_manifest(folder))
     return load_tokenizer(str(tokenizer_of(folder)), where)
 

@@ -30,6 +30,12 @@ class Ready(Prepared):
     signals: Sequence[Signal] = ()
 
 
+def teaches(filter: Mapping[str, str | list[str]], example: Example) -> bool:
+    """Whether a record has the values of columns that a teacher's filter asks for."""
+    kept = ((example.columns[column], [one] if isinstance(one, str) else one) for column, one in filter.items())
+    return all(value in values for value, values in kept)
+
+
 class Teacher(Generic[Source]):
     """`filter`: the values of columns that records must have for this teacher to be asked about them. `team`: the ranks with
     the same rows, where only the first of them asks the source, and tells the others: a cache may change, and a server is
@@ -47,10 +53,10 @@ class Teacher(Generic[Source]):
         self.source, self.view, self.name, self.weight = source, view, name, weight
         self.ahead, self.fixed, self.skips = source.ahead, source.fixed, source.skips
         self._team = team if team is not None and team.many else None
-        self._filter = {column: [kept] if isinstance(kept, str) else kept for column, kept in (filter or {}).items()}
+        self._filter = filter or {}
 
     def _wants(self, example: Example) -> bool:
-        return all(example.columns[column] in kept for column, kept in self._filter.items())
+        return teaches(self._filter, example)
 
     def _part(self, batch: Batch) -> tuple[Batch | None, list[int]]:
         """A batch of the documents that this teacher is asked about, and their indices."""

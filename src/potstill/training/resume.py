@@ -54,7 +54,7 @@ def open_run(recipe: Recipe, warn: Callable[[str], None]) -> tuple[Recipe, Check
 def _opened(recipe: Recipe, folder: Path, checkpoints: Checkpoints) -> tuple[Recipe, str]:
     """On the first rank: the recipe, and the word by which the run is ours."""
     if checkpoints.all():
-        recipe = _as_begun(recipe, folder)
+        recipe = as_begun(recipe, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # On a host that was cut off, the first rank of before lives until it has noticed.
@@ -79,7 +79,8 @@ def _check_shared(markers: Markers) -> None:
         time.sleep(0.1)
 
 
-def _as_begun(recipe: Recipe, folder: Path) -> Recipe:
+def as_begun(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe of a run that is there, which it must be the recipe of; what was measured then is not measured again."""
     if recipe.checkpoint.resume == "never":
         raise PotstillError(
             f"{folder} holds a run already and checkpoint.resume is never: choose another folder ({OTHER_FOLDER})"
@@ -127,10 +128,7 @@ def resume(parts: Parts, checkpoints: Checkpoints, console: Console) -> Run:
     recipe, folder = parts.recipe, Path(parts.recipe.run)
     steps, found = recipe.train.steps, checkpoints.newest()
     if found is None:
-        total = steps or first_alone(lambda: _count_steps(parts, console))
-        if not recipe.rollouts.writes and not any(source.streaming for source in parts.data.sources):
-            check_there(lambda: parts.step_batches(None), parts.teachers, total)
-        run = Run(folder, total_steps=total, teachers=parts.identities)
+        run = Run(folder, total_steps=planned_steps(parts, console), teachers=parts.identities)
     else:
         path, progress = found
         _check_fits(parts, progress, folder)
@@ -144,6 +142,14 @@ def resume(parts: Parts, checkpoints: Checkpoints, console: Console) -> Run:
     # Not earlier: a recipe that does not fit is not the run's.
     first_alone(lambda: write_text(folder / RECIPE, recipe_yaml(recipe)))
     return run
+
+
+def planned_steps(parts: Parts, console: Console) -> int:
+    """Of a run that begins, once a cache without a model has been seen to hold what it reads first."""
+    total = parts.recipe.train.steps or first_alone(lambda: _count_steps(parts, console))
+    if not parts.recipe.rollouts.writes and not any(source.streaming for source in parts.data.sources):
+        check_there(lambda: parts.step_batches(None), parts.teachers, total)
+    return total
 
 
 def _check_fits(parts: Parts, progress: Progress, folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""`potstill preview`: what a recipe makes of its records, as the student and as each teacher reads them."""
