@@ -16,6 +16,7 @@ from torch import Tensor
 
 from potstill.parallel import channel
 from potstill.parallel.channel import AHEAD, Answerer, Asker, Channel, serve_all
+from potstill.parallel.watch import PeerLost
 from potstill.types import PotstillError
 
 WIDTH = 3
@@ -50,12 +51,12 @@ def answering(askers: int) -> list[int]:
     return seen
 
 
-def asker(how: str) -> Asker:
+def asker(how: str, seconds: float = 60.0) -> Asker:
     """`how`: where answers lie."""
     if how == "sent":
         channel.SHARED = Path("/nowhere")
     (own,) = channels(dist.get_world_size() - 1)
-    made = Asker(own, "the teacher", 60.0)
+    made = Asker(own, "the teacher", seconds)
     if how == "full":
 
         def full(path: Path, size: int) -> None:
@@ -192,8 +193,9 @@ def dies() -> Any:
     made = asker("shared memory")
     waits = [begin(made, torch.arange(5)) for _ in range(3)]
     for wait in waits:
-        with pytest.raises(ConnectionError, match=r"the teacher \(rank 1\) is gone"):
+        with pytest.raises(PeerLost, match="the connection to the teacher is lost") as lost:
             wait()
+        assert lost.value.peer == 1
     made.close()
     Path("told").touch()
     return None
@@ -204,3 +206,33 @@ def test_a_rank_that_is_lost_is_told_at_once(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(RankFailed, match="rank 1 of 2: its process died"):
         on_ranks(2, dies)
     assert (tmp_path / "told").exists()
+
+
+def hangs() -> str:
+    """The last rank answers nothing before the other has given it up."""
+    if dist.get_rank() == 1:
+
+        def answer(what: int, numbers: Tensor) -> Tensor:
+            while not Path("given up").exists():
+                time.sleep(0.01)
+            return square(numbers)
+
+        with pytest.raises(PotstillError) as told:
+            serve_all([Answerer(one, answer) for one in channels(1)])
+        Path("ended").touch()
+        return str(told.value)
+    made = asker("shared memory", seconds=1.0)
+    waits = [begin(made, torch.arange(5)) for _ in range(3)]
+    for wait in waits[:2]:
+        with pytest.raises(PeerLost, match="the connection to the teacher timed out: no answer for 1 s"):
+            wait()
+    made.close(PotstillError("data: it ended"))  # does not wait for one that does not listen
+    Path("given up").touch()
+    while not Path("ended").exists():  # one that comes to itself is told after all, as long as this process is there
+        time.sleep(0.01)
+    return "given up"
+
+
+def test_a_rank_that_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert on_ranks(2, hangs) == ["given up", "data: it ended"]

@@ -90,3 +90,29 @@ def test_who_hangs_is_named_by_the_command(culprit: int, runs: TinyRuns) -> None
         code, said = torchrun.end()
     print(f"named after {named:.1f} s, all over after {time.monotonic() - began:.1f} s")
     assert code == 1 and "potstill did not expect" not in said, said
+
+
+@pytest.mark.parametrize("how", ["hangs", "dies"])
+@pytest.mark.parametrize("culprit", [2, 1], ids=["teacher", "student"])
+def test_who_is_lost_is_named_where_a_teacher_has_a_rank_of_its_own(culprit: int, how: str, runs: TinyRuns) -> None:
+    """The teacher's rank takes no steps: it is named if it is the one, and only then."""
+    run, timeout = runs.folder / "run", 10
+    options = ["train.steps=100000", "checkpoint.every=3", f"train.timeout={timeout}"]
+    teachers = [{"model": str(runs.teacher), "ranks": 1}]
+    three = ("--standalone", "--nproc-per-node", "3")
+    with Torchrun(runs.file("run", *options, teachers=teachers), run, *three) as torchrun:
+        torchrun.wait_for(lambda: step_reached(run) >= 4)
+        lost = torchrun.ranks()[culprit]
+        if how == "hangs":
+            stop(lost)
+            torchrun.wait_for(lambda: "the same command resumes" in torchrun.said())
+            said = torchrun.said()
+            named = re.findall(rf"step \d+: waited \d+ s \(train\.timeout is {timeout}\) for (.*?)\)", said)
+        else:
+            os.kill(lost, signal.SIGKILL)
+            code, said = torchrun.end()
+            assert code == 1 and f"failed (exitcode: -9) local_rank: {culprit}" in said, said
+            # torchrun ends the others as soon as it sees it, which may be before they have said so.
+            named = re.findall(r"step \d+: (.*?)\)", said) or [f"rank {culprit} (process {lost} on "]
+    assert named and all(each.startswith(f"rank {culprit} (process {lost} on ") for each in named), said
+    assert "potstill did not expect" not in said, said

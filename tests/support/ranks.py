@@ -13,6 +13,7 @@ import faulthandler
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -29,6 +30,7 @@ from warm import warm_context
 
 MOST = 4
 LAST_WORDS = 20.0  # seconds that the others have once a rank failed: gloo tells them when its group is gone
+SAID = 20_000  # characters of a process's last words
 MEETING = (
     400.0  # that ranks wait for each other: on a busy machine one may take minutes to import torch and transformers
 )
@@ -42,6 +44,7 @@ class RankFailed(AssertionError):
 class _Worker:
     process: BaseProcess
     pipe: Connection
+    log: Path  # what it, or a library in it, says to the console: the last words of one that crashes
 
 
 _workers: list[_Worker] = []
@@ -72,10 +75,12 @@ def _start(world: int) -> None:
     context = warm_context()
     while len(_workers) < world:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        handle, name = tempfile.mkstemp(prefix="rank-", suffix=".log")
+        os.close(handle)
+        process = context.Process(target=_serve, args=(theirs, name), daemon=True)
         process.start()
         theirs.close()
-        _workers.append(_Worker(process, ours))
+        _workers.append(_Worker(process, ours, Path(name)))
 
 
 def _answers(world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
@@ -92,17 +97,33 @@ def _answers(world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
             except (EOFError, ConnectionResetError):
                 process = _workers[pipes[pipe]].process
                 process.join(LAST_WORDS)  # its end of the pipe is closed before its exit code is known
-                answer = (False, f"its process died (exit code {process.exitcode})")
+                answer = (False, f"its process died (exit code {process.exitcode}){_last_words(pipes[pipe])}")
             found[pipes[pipe]] = answer
             if not answer[0]:
                 end = min(end, time.monotonic() + LAST_WORDS)
         if not ready:
             break
     if len(found) < world or any("its process died" in str(said) for good, said in found.values() if not good):
-        late = {rank: (False, "gave no answer in time") for rank in range(world) if rank not in found}
+        late = {
+            rank: (False, f"gave no answer in time{_last_words(rank, stacks=True)}")
+            for rank in range(world)
+            if rank not in found
+        }
         _stop()
         return found | late
     return found
+
+
+def _last_words(rank: int, stacks: bool = False) -> str:
+    """What its process has said. `stacks`: it lives, and shall say where its threads are."""
+    worker = _workers[rank]
+    if stacks and worker.process.is_alive() and worker.process.pid is not None:
+        before, end = worker.log.stat().st_size, time.monotonic() + LAST_WORDS
+        os.kill(worker.process.pid, signal.SIGUSR1)
+        while worker.log.stat().st_size == before and time.monotonic() < end:
+            time.sleep(0.05)
+    said = worker.log.read_text(encoding="utf-8", errors="replace")[-SAID:]
+    return f"; it said:\n{said}" if said else ", and said nothing"
 
 
 @atexit.register
@@ -111,6 +132,7 @@ def _stop() -> None:
         worker.process.kill()
         worker.process.join()
         worker.pipe.close()
+        worker.log.unlink(missing_ok=True)
     _workers.clear()
 
 
@@ -125,12 +147,16 @@ def _forget_groups() -> None:
     _redistribute.clear_redistribute_planner_cache()
 
 
-def _serve(pipe: Connection) -> None:
-    """One process of the pool."""
+def _serve(pipe: Connection, log: str) -> None:
+    """One process of the pool. Its console is a file: that of the process it was forked from is nobody's by now."""
+    console = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(console, descriptor)
     import torch
     import torch.distributed as dist
 
-    faulthandler.enable()  # where it was, should it crash
+    faulthandler.enable(2)  # where it was, should it crash
+    faulthandler.register(signal.SIGUSR1, 2)  # … or hang
     torch.set_num_threads(1)
     environment = dict(os.environ)
     while True:

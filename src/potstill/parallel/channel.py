@@ -13,9 +13,9 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from potstill.parallel.watch import PeerLost, RanksLost, is_loss
 from potstill.types import PotstillError
 
 AHEAD = 2  # answers that are computed, or wait to be taken, at a time
@@ -37,6 +38,7 @@ IDLE = timedelta(
 )  # a rank that answers may have nothing to do for long; one that is lost closes the connection
 STARTING = 7200.0  # seconds that a model may take to be loaded
 LEAVING = 300.0  # that the others have to end in once one that asked ended with an error
+LAST_WORDS = 10.0  # that the other end has to take them in, where ranks are lost, it may be among them
 SHARED = Path("/dev/shm")
 
 
@@ -92,6 +94,7 @@ class Asker:
         self._free: list[Room] = []
         self._folder: Path | None = None
         self._lost: BaseException | None = None
+        self._last: list[dist.Work | None] = []  # of what is sent, held until it is taken
         self._receiver = threading.Thread(target=self._receive, name="answers", daemon=True)
         self._receiver.start()
         if SHARED.is_dir():
@@ -132,7 +135,10 @@ class Asker:
         try:
             return request.future.result(seconds)
         except TimeoutError:
-            raise ConnectionError(f"waited {seconds:g} s for {self._whose} (rank {self._channel.peer})") from None
+            self._lost = PeerLost(
+                f"the connection to {self._whose} timed out: no answer for {seconds:g} s", self._channel.peer
+            )
+            raise self._lost from None
         finally:
             with self._lock:
                 self._under_way -= 1
@@ -161,7 +167,11 @@ class Asker:
         request.room = SENT if room is None else room.number
         request.header = torch.tensor([request.what, len(request.numbers), request.room, made, size])
         peer, group = self._channel.peer, self._channel.requests
-        request.sent = [dist.isend(part, peer, group) for part in (request.header, request.numbers) if len(part)]
+        try:
+            request.sent = [dist.isend(part, peer, group) for part in (request.header, request.numbers) if len(part)]
+        except Exception as error:  # torch raises several kinds
+            request.future.set_exception(self._gone(error))
+            return
         self._sent.put(request)
 
     def _room(self, size: int) -> Room | None:
@@ -215,29 +225,42 @@ class Asker:
             with self._lock:
                 self._free.append(room)
         if kind != GIVEN:
-            raise (PotstillError if kind == REFUSED else RuntimeError)(as_text(data))
+            raise self._said(kind, as_text(data))
         return data.view(DTYPES[dtype]).view(rows, width)
+
+    def _said(self, kind: int, words: str) -> Exception:
+        """An error of the other end. Where it lost ranks that the model lies over, it is lost itself."""
+        error = (PotstillError if kind == REFUSED else RuntimeError)(words)
+        return self._gone(error) if kind == FAILED and is_loss(error) else error
 
     def _recv(self, tensor: Tensor) -> None:
         try:
             _recv(tensor, self._channel.peer, self._channel.answers)
-        except Exception as error:  # torch raises several kinds
-            self._lost = ConnectionError(f"{self._whose} (rank {self._channel.peer}) is gone: {error}")
-            raise self._lost from error
+        except PeerLost as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: Exception) -> PeerLost:
+        self._lost = PeerLost(f"the connection to {self._whose} is lost: {error}", self._channel.peer)
+        return self._lost
 
     def close(self, error: BaseException | None = None) -> None:
-        """Tell the other end that nothing more will be asked, and why, if it is for an error."""
+        """Tell the other end that nothing more will be asked, and why, if it is for an error. One that does not listen is not
+        waited for any longer than for an answer."""
+        seconds = LAST_WORDS if isinstance(error, RanksLost) else self._seconds
         with self._lock:
             for request in self._waiting:
                 request.future.cancel()
             self._waiting.clear()
-            if self._lost is None:
-                text = as_numbers("" if error is None else f"{int(isinstance(error, PotstillError))}{error}")
-                with suppress(Exception):  # it may be gone
-                    for part in (torch.tensor([STOP, len(text), SENT, 0, 0]), text):
-                        _send(part, self._channel.peer, self._channel.requests)
+            text = as_numbers("" if error is None else f"{int(isinstance(error, PotstillError))}{error}")
+            with suppress(Exception):  # it may be gone
+                for part in (torch.tensor([STOP, len(text), SENT, 0, 0]), text):
+                    if len(part):
+                        self._last.append(dist.isend(part, self._channel.peer, self._channel.requests))
+                for work in self._last if self._lost is None else ():
+                    assert work is not None
+                    work.wait(timedelta(seconds=seconds))
         self._sent.put(None)
-        self._receiver.join(self._seconds)
+        self._receiver.join(seconds if self._lost is None else 0.0)  # it may wait for what will not come
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -279,7 +302,10 @@ class Answerer:
         if self._rooms.get(number, (0,))[0] != made:
             assert self._folder is not None
             path = str(self._folder / f"{number}-{made}")
-            self._rooms[number] = made, torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            try:
+                self._rooms[number] = made, torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            except RuntimeError:  # who asked has gone, and removed it
+                return SENT
         self._rooms[number][1][: found.nbytes].view(found.dtype).view(found.shape).copy_(found)
         return number
 
@@ -323,12 +349,22 @@ def _kind(error: Exception) -> int:
 
 def _send(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
     if len(tensor):
-        dist.send(tensor, peer, group)
+        with _telling_losses(peer):
+            dist.send(tensor, peer, group)
 
 
 def _recv(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
     if len(tensor):
-        dist.recv(tensor, peer, group)
+        with _telling_losses(peer):
+            dist.recv(tensor, peer, group)
+
+
+@contextmanager
+def _telling_losses(peer: int) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # torch raises several kinds
+        raise PeerLost(str(error), peer) from error
 
 
 def _reserve(path: Path, size: int) -> None:

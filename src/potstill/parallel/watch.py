@@ -38,6 +38,14 @@ class RanksLost(PotstillError):
     at_once = True  # threads that wait for the lost ones would hold up the end
 
 
+class PeerLost(RuntimeError):
+    """One end of a channel has lost the other, the rank `peer`."""
+
+    def __init__(self, words: str, peer: int) -> None:
+        super().__init__(words)
+        self.peer = peer
+
+
 @dataclass
 class Watch:
     """Over the steps of one process."""
@@ -55,7 +63,7 @@ class Watch:
             return
         began = time.monotonic()
         try:
-            _store().set(f"at/{self.ranks.rank}", f"{number} process {os.getpid()} on {socket.gethostname()}")
+            note_place(self.ranks, number)
             yield
             if not self._waiting:  # loading, compiling and the first pass differ between ranks by more than that
                 self._waiting, self._first = True, _place(0)
@@ -63,7 +71,7 @@ class Watch:
                 for group in c10d._world.pg_map.keys() - {self.ranks.data}:
                     c10d._set_pg_timeout(timedelta(seconds=self.timeout), group)
         except RuntimeError as error:  # torch knows no narrower kind for what gloo says
-            if not isinstance(error, dist.DistError) and not FAILED.search(str(error)):
+            if not is_loss(error):
                 raise
             raise RanksLost(self._explained(number, error, time.monotonic() - began)) from error
 
@@ -72,7 +80,8 @@ class Watch:
         said = PLACE_IN_SOURCE.sub("", line).split(". ")[0].rstrip(".")
         found: list[tuple[list[str], bool]] = []
         # A store behind a cut link may not answer, and cannot be told how long to try.
-        asking = threading.Thread(target=self._ask, args=(number, bool(LATE.search(line)), found), daemon=True)
+        blamed = error.peer if isinstance(error, PeerLost) else None
+        asking = threading.Thread(target=self._ask, args=(number, bool(LATE.search(line)), blamed, found), daemon=True)
         asking.start()
         asking.join(ANSWER)
         limit = f"train.timeout is {self.timeout:g}"
@@ -95,16 +104,19 @@ class Watch:
             f"between, or raise train.timeout; {RESUMES}"
         )
 
-    def _ask(self, number: int, late: bool, found: list[tuple[list[str], bool]]) -> None:
+    def _ask(self, number: int, late: bool, blamed: int | None, found: list[tuple[list[str], bool]]) -> None:
         with suppress(RuntimeError):  # the store is gone, and with it rank 0
+            if blamed is not None:
+                _store().set(f"blamed/{blamed}", "")
             silent, late = self._silent(late)
             at = {rank: _noted(rank)[0] for rank in silent}
             found.append(([_place(rank) for rank in silent if at[rank] < number] or [*map(_place, silent)], late))
 
     def _silent(self, late: bool) -> tuple[list[int], bool]:
-        """Those that did not lose the others; and whether anybody waited in vain: to the others, who did is gone."""
-        store, silent = _store(), [*range(self.ranks.world)]
-        store.set(f"lost/{self.ranks.rank}", "late" if late else "gone")
+        """Those that did not lose the others; and whether anybody waited in vain: to the others, who did is gone. A teacher's
+        rank takes no steps, and so notices nothing: it is among them if somebody who asked it says so."""
+        store, silent = _store(), [*range(self.ranks.students)]
+        note_loss(self.ranks, late)
         began = news = time.monotonic()
         while silent and time.monotonic() < min(began + GRACE, news + (GRACE if late else QUIET)):
             time.sleep(0.05)
@@ -112,7 +124,24 @@ class Watch:
             late = late or any(store.get(f"lost/{rank}") == b"late" for rank in heard)
             silent = [rank for rank in silent if rank not in heard]
             news = time.monotonic() if heard else news
-        return silent, late
+        teachers = range(self.ranks.students, self.ranks.world)
+        blamed = [rank for rank in teachers if store.check([f"blamed/{rank}"]) and not store.check([f"lost/{rank}"])]
+        return silent + blamed, late
+
+
+def is_loss(error: Exception) -> bool:
+    """Whether it says that another rank is gone, or does not come."""
+    return isinstance(error, dist.DistError | PeerLost) or FAILED.search(str(error)) is not None
+
+
+def note_place(here: Ranks, step: int, whose: str = "") -> None:
+    """At which step a rank is, and where that rank is."""
+    _store().set(f"at/{here.rank}", f"{step} process {os.getpid()} on {socket.gethostname()}{whose}")
+
+
+def note_loss(here: Ranks, late: bool = False) -> None:
+    """That this rank has lost another one, and so is not the one that is looked for."""
+    _store().set(f"lost/{here.rank}", "late" if late else "gone")
 
 
 def _noted(rank: int) -> tuple[int, str]:

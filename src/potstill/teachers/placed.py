@@ -19,7 +19,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,6 +36,7 @@ from potstill.parallel.channel import IDLE, Answerer, Asker, Channel, serve_all
 from potstill.parallel.context import Context, split_context
 from potstill.parallel.mesh import Axis, Ranks
 from potstill.parallel.team import Lockstep, Team, sharing_rows, students
+from potstill.parallel.watch import RESUMES, PeerLost, RanksLost, note_loss, note_place
 from potstill.types import PotstillError
 
 Fingerprint = Callable[[LanguageModel], str | None]
@@ -121,6 +122,9 @@ def asking(recipe: Recipe, here: Ranks, device: torch.device, seconds: float) ->
         for index, channel in _open_channels(recipe, here, device).made:
             made[index] = Asker(channel, f"the teacher {recipe.teachers[index].name}", seconds)
         yield made
+    except PeerLost as lost:  # outside of a step, which would say more
+        error = RanksLost(f"{lost} (rank {lost.peer}): see there what ended it; {RESUMES}")
+        raise error from lost
     except BaseException as raised:
         error = raised
         raise
@@ -152,6 +156,7 @@ def _serve_teacher(recipe: Recipe, here: Ranks, device: torch.device) -> None:
     copy = channels.copy
     assert copy is not None
     config, where = recipe.teachers[copy.index], f"teachers[{copy.index}]"
+    note_place(here, 0, f", which has the teacher {config.name}")
     fingerprint: Fingerprint = weights_fingerprint if config.cache is not None else no_fingerprint
     load: Callable[[], LanguageModel] = partial(load_teacher, config, device, where)
     if copy.tp is not None:
@@ -164,6 +169,11 @@ def _serve_teacher(recipe: Recipe, here: Ranks, device: torch.device) -> None:
         error: BaseException | None = None
         try:
             serve_all([Answerer(channel, answers) for _, channel in channels.made])
+        except PeerLost as lost:
+            with suppress(RuntimeError):  # the store is gone, and with it rank 0
+                note_loss(here)
+            error = RanksLost(f"lost rank {lost.peer}, which asks the teacher {config.name} ({lost}): {RESUMES}")
+            raise error from lost
         except BaseException as raised:
             error = raised
             raise
