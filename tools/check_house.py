@@ -38,7 +38,7 @@ ORDER: list[set[str]] = [
     {"memory", "export"},
     {"training"},
     {"report", "migrate", "dry_run"},
-    {"preview"},
+    {"preview", "doctor"},
     {"potstill"},  # the package's own __init__
     {"cli"},
     {"__main__"},  # `python -m potstill`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,14 @@ def train(
 ) -> Run:
     """Run a recipe (a path, a mapping or a Recipe, with `key.sub=value` overrides), as `potstill train` does, and give back
     what came of it."""
+    from rich.console import Console
+
     from potstill.config.recipe import load_recipe
+    from potstill.doctor.examine import quick_warnings
     from potstill.training.loop import train as run_recipe  # torch and transformers load only when they are needed
 
-    return run_recipe(load_recipe(recipe, overrides), callbacks)
+    checked = load_recipe(recipe, overrides)
+    if not int(os.environ.get("RANK") or 0):
+        for said in quick_warnings(checked):
+            Console(soft_wrap=True).print(said, style="yellow", highlight=False, markup=False)
+    return run_recipe(checked, callbacks)

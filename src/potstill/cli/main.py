@@ -135,6 +135,28 @@ def preview(
 
 
 @app.command()
+def doctor(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe.")],
+    overrides: opt.Overrides = None,
+    processes: Annotated[
+        int, typer.Option(help="Processes that torchrun will start; default: as many as the recipe asks for.", min=0)
+    ] = 0,
+    json_out: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Find what would go wrong later, now: models, tokenizers, templates, data, teachers, caches, servers, memory, disk, time.
+
+    One step is taken, in memory. The exit code is 1 if something is wrong.
+
+    Example: potstill doctor recipes/distil.yaml
+    """
+    from potstill.cli.doctor import doctor_recipe
+    from potstill.config.recipe import load_recipe
+
+    if doctor_recipe(load_recipe(recipe, overrides or []), processes, json_out):
+        raise typer.Exit(1)
+
+
+@app.command()
 def launch(
     recipe: Annotated[Path, typer.Argument(help="YAML recipe, by the path that it has on every host.")],
     overrides: opt.Overrides = None,

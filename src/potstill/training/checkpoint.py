@@ -168,7 +168,7 @@ class Checkpoints:
             aside = bad.with_name(f"damaged-{bad.name}")
             shutil.rmtree(aside, ignore_errors=True)
             self.warn(f"moved the damaged {bad.name} to {bad.rename(aside)}")
-        progress = _progress(path)
+        progress = read_progress(path)
         if progress.best_step is not None and not self.at(progress.best_step).exists():
             progress = replace(progress, best_step=None, best_bits_per_byte=None)  # a later best had replaced it
         self._settle(progress)
@@ -213,7 +213,7 @@ def _written(snapshot: Snapshot, beside: Path, path: Path, small: list[str]) -> 
         raise could_not_write(path, refused) if refused is not None else error from error
 
 
-def _progress(checkpoint: Path) -> Progress:
+def read_progress(checkpoint: Path) -> Progress:
     path = checkpoint / "progress.json"
     try:
         keys = json.loads(path.read_text(encoding="utf-8"))

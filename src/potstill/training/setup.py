@@ -27,6 +27,7 @@ from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import Axis, pick_device, ranks
 from potstill.parallel.shard import shard, split
 from potstill.parallel.team import students
+from potstill.rollouts.prompts import stop_ids
 from potstill.shipped import locate
 from potstill.teachers.live import LiveModel
 from potstill.teachers.open import TeacherSet, as_teachers_need, open_teachers
@@ -128,13 +129,18 @@ def _said_memory(
     recipe: Recipe, student: LanguageModel, data: DataConfig, teacher_set: TeacherSet, device: torch.device
 ) -> list[str]:
     """The memory of a step, where the models are large enough for it to matter and the student is whole in this process."""
-    train = recipe.train
     live = [teacher.source.language_model for teacher in teacher_set.teachers if isinstance(teacher.source, LiveModel)]
-    if ranks().many or train.compile or sum(map(weight_bytes, [student, *live])) < WORTH_COUNTING:
+    if ranks().many or recipe.train.compile or sum(map(weight_bytes, [student, *live])) < WORTH_COUNTING:
         return []
+    return [said_memory(student, live, step_to_count(recipe, data, device))]
+
+
+def step_to_count(recipe: Recipe, data: DataConfig, device: torch.device) -> Step:
+    """A step of the recipe with rows as long as they may be, whose memory can be counted."""
+    train = recipe.train
     settings = LossSettings(recipe.loss.divergence, 0.5, 0.1, 1.0, 1.0, 1.0)
     rows = (train.tokens_per_micro_batch or 0) // data.max_length or train.micro(1)
-    step = Step(
+    return Step(
         rows,
         data.max_length,
         -(-train.batch_size // rows),
@@ -142,7 +148,6 @@ def _said_memory(
         lambda made: make_optimizers(made.model, made.model.get_output_embeddings(), train.optimizer),
         partial(torch.autocast, device.type, torch.bfloat16, enabled=pick_precision(recipe, device) == "bf16"),
     )
-    return [said_memory(student, live, step)]
 
 
 def _cut(recipe: Recipe, student: LanguageModel) -> tuple[Recipe, DataConfig, list[str]]:
@@ -181,6 +186,8 @@ def _open_student(
         student, filling = load_student_by_first(recipe.student, device, recipe.train.seed, students(ranks()))
     else:
         student = load_student(recipe.student, device, recipe.train.seed)
+    if any(source.messages for source in recipe.data.sources):  # so that whoever loads it ends where it learnt to end
+        student.model.generation_config.eos_token_id = list(stop_ids(student, chats=True)) or None
     notes = [*student.notes, *_set_dropout(recipe, student), *_choose_trained(recipe, student)]
     if recipe.train.gradient_checkpointing:
         if not student.model.supports_gradient_checkpointing:
