@@ -38,7 +38,7 @@ def shorter(words: list[str]) -> list[str]:
     some = ["data.sources.0.fraction=0.001"]  # of what a teacher would have to read
     if words[:2] == ["cache", "build"]:
         return [*words, *some]
-    if command == "train":
+    if command in ("train", "doctor"):
         steps = MORE_STEPS if any(word.startswith("train.steps=") for word in words) else STEPS
         has_eval = load_recipe(ROOT / words[1]).eval is not None
         less = some if words[1].endswith("cached.yaml") else []

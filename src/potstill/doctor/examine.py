@@ -52,8 +52,8 @@ def examine(recipe: Recipe, processes: int, console: Console) -> list[Found]:
 def _of(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Found]:
     try:
         yield from ((name, finding) for finding in check())
-    except PotstillError as refused:
-        yield name, error(str(refused), "see above, or `potstill train --dry-run`")
+    except (PotstillError, OSError, ValueError) as refused:  # the last two of libraries, over names and files
+        yield name, error(str(refused), "mend what it names")
 
 
 def _of_models(patient: Patient, console: Console) -> list[Found]:
@@ -68,7 +68,7 @@ def _of_models(patient: Patient, console: Console) -> list[Found]:
     try:
         return at_first_step(in_one_process(patient.recipe), look, console) or []
     except PotstillError as refused:
-        return [("set-up", error(str(refused), "as it says"))]
+        return [("set-up", error(str(refused), "mend what it names"))]
 
 
 def in_one_process(recipe: Recipe) -> Recipe:
@@ -83,6 +83,6 @@ def quick_warnings(recipe: Recipe) -> list[str]:
     patient = Patient(recipe, 0, quick=True)
     found: list[Found] = []
     for name, check in QUICK.items():
-        with suppress(PotstillError):
+        with suppress(PotstillError, OSError, ValueError):  # libraries, over names and files that are not there
             found += [(name, finding) for finding in check(patient)] if name != "processes" else []
     return [f"{name}: {each.said}; {each.advice}" for name, each in found if each.status != "ok"]
