@@ -68,7 +68,7 @@ CASES: list[tuple[str, float, tuple[int, ...], tuple[int, ...], tuple[str, ...]]
     ("900", 1e-2, (200,), (0, 1, 2), ("hybrid", "potstill, repeat")),
     ("900", 1e-2, (200,), (0,), ("potstill",)),
     ("900", 1e-2, (200,), (0, 1), ("potstill, repeat 0.1",)),
-    ("real", 3e-3, (200,), (0, 1, 2), ("hybrid", "potstill, repeat", "potstill")),
+    ("real", 3e-3, (200,), (0, 1, 2), ("hybrid", "potstill, repeat", "potstill", "uld")),
     ("same", 3e-3, (200,), (0, 1, 2), ("gkd", "potstill gkd")),
     ("900, taught", 1e-3, (200,), (0, 1, 2), ("text", "potstill", "hybrid")),
     ("900", 3e-3, (200,), (0, 1, 2), ("text, repeat 0.1", "potstill, repeat 0.1")),
