@@ -28,6 +28,7 @@ ORDER: list[set[str]] = [
     {"losses"},
     {"models"},
     {"data"},
+    {"students"},
     {"signals"},
     {"cache"},
     {"serving"},

@@ -179,7 +179,8 @@ Some models need a word of their own:
   language model learns and teaches, on text; their other parts are saved as they are, with the files of their processor.
   `AutoModelForImageTextToText` loads what a run saves. In a fresh model (`student.config`) a `vision_config` asks for the
   whole; without one you get the language model alone, where transformers has it.
-- **Mixtures of experts**: the losses that balance experts (`router_aux_loss_coef`) are not added; a run says so when it begins.
+- **Mixtures of experts**: a student also learns by the loss that balances them, where transformers has one
+  ([students.md](students.md#mixtures-of-experts)).
 - **Rotary factors that change with the length** (Phi-3's longrope): rows longer than `original_max_position_embeddings` are
   read apart from the shorter ones of their batch, as each would be alone. With `data.max_length` beyond that length, packing
   and writing are refused.

@@ -35,6 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.0,  # which depends on how a step is cut into micro-batches
     },
 }
 WORDS = tuple("the people of the united states have a government by consent and a law that all must keep".split())  # noqa: SIM905

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import cache_quality  # noqa: E402
 import cross_quality  # noqa: E402
 import lora  # noqa: E402
+import pruning  # noqa: E402
 import scale  # noqa: E402
 from loss_page import page, plot  # noqa: E402
 
@@ -91,6 +92,12 @@ def test_what_adapters_save_is_what_was_measured():
     found = json.loads(lora.RESULT.read_text(encoding="utf-8"))
     assert found["loss"]["ratio"] <= 0.75
     assert found["steps"]["LoRA, r 16"]["peak_mb"] < 0.7 * found["steps"]["all weights"]["peak_mb"]
+
+
+def test_what_pruning_gives_is_what_was_measured():
+    """The page has the results' table."""
+    text = (ROOT / "docs" / "students.md").read_text(encoding="utf-8")
+    assert pruning.with_table(text) == text, "run python benchmarks/pruning.py --only-docs"
 
 
 def test_what_a_student_learns_beside_trl_is_what_was_measured():

@@ -32,12 +32,23 @@ class LoraConfig(Section):
     )
 
 
+class WidthConfig(Section):
+    """A narrower student: what matters least on a sample of `data` is cut; docs/students.md. Left out: as it is."""
+
+    hidden: Positive | None = key(None, "channels of the hidden states")
+    intermediate: Positive | None = key(None, "neurons of each layer's MLP")
+    heads: Positive | None = key(None, "attention heads of each layer, a multiple of kv_heads")
+    kv_heads: Positive | None = key(None, "heads of keys and values of each layer")
+    examples: Positive = key(128, "texts of `data` to measure on what matters")
+
+
 class StudentConfig(Section):
-    """The model that learns. Exactly one of `model`, `from` (with `layers`) and `config` (with `tokenizer`)."""
+    """The model that learns. Exactly one of `model`, `from` (with `layers`, `width`) and `config` (with `tokenizer`)."""
 
     model: str | None = key(None, "a Hugging Face causal language model: folder, `shipped:NAME` or hub id")
-    from_: str | None = key(None, "a model whose chosen `layers` make the student", alias="from")
+    from_: str | None = key(None, "a model that the student is a part of: some `layers`, less `width`", alias="from")
     layers: list[Annotated[int, Field(ge=0)]] | None = key(None, "with `from`: layers to keep, in order")
+    width: WidthConfig | None = key(None, "with `from`: a narrower model, pruned by activations")
     config: dict[str, Any] | None = key(
         None, "a fresh model: a transformers config as keys, with `model_type` (vocab_size is filled in)"
     )
@@ -66,6 +77,11 @@ class StudentConfig(Section):
         "parameters that learn nothing: patterns of names between dots, such as embed_tokens or layers.[0-3].* "
         "(shell-like; layers.1 is not layers.10)",
     )
+    router_aux_loss_coef: float | None = key(
+        None,
+        "mixture of experts: weight of the loss that balances them; default: the model's own, where it has one; 0: without",
+        ge=0,
+    )
     trust_remote_code: bool = key(False, "run model code from the hub")
 
     @model_validator(mode="after")
@@ -75,8 +91,8 @@ class StudentConfig(Section):
         ]
         if len(given) != 1:
             raise ValueError(f"give exactly one of model, from and config (given: {', '.join(given) or 'none'})")
-        if bool(self.from_) != bool(self.layers):
-            raise ValueError("`from` and `layers` go together: from: MODEL, layers: [0, 2, 4]")
+        if bool(self.from_) != bool(self.layers or self.width):
+            raise ValueError("`from` goes with `layers`, `width` or both, as in from: MODEL, layers: [0, 2, 4]")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("config needs a model_type, such as llama or gpt2")
         if self.config is not None and self.tokenizer is None:
@@ -92,7 +108,7 @@ class StudentConfig(Section):
             raise ValueError("lora freezes all but its adapters and modules_to_save: leave freeze out")
         if lora.export != "merged" and self.from_ is not None:
             raise ValueError(
-                "lora.export: an adapter of some layers of a model goes with no model that there is: use merged, or make the "
+                "lora.export: an adapter of a part of a model goes with no model that there is: use merged, or make the "
                 "model first (train.steps=1) and name it as model"
             )
 

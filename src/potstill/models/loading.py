@@ -37,9 +37,6 @@ from potstill.shipped import locate
 from potstill.types import PotstillError
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-# What configs call the weights of losses that balance experts, and how many experts there are.
-ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def load_student(config: StudentConfig, device: torch.device, seed: int, key: str | None = None) -> LanguageModel:
@@ -61,7 +58,7 @@ def load_student(config: StudentConfig, device: torch.device, seed: int, key: st
     language_model = probed(model.to(device), tokenizer, who, config.attn_implementation)
     return replace(
         language_model,
-        notes=[*language_model.notes, *idle, *_router_loss(model), *_other_parts(model)],
+        notes=[*language_model.notes, *idle, *_other_parts(model)],
         processor=_processor(model, name, config.revision),
     )
 
@@ -141,18 +138,6 @@ def _load_options(dtype: torch.dtype | str, attn: str | None) -> dict[str, Any]:
     """In what a model computes, and by what. The product over all experts at once knows no float64."""
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     return {"dtype": dtype, **experts, **({"attn_implementation": attn} if attn and attn != VARLEN else {})}
-
-
-def _router_loss(model: PreTrainedModel) -> list[str]:
-    keys = model.config.get_text_config().to_dict()
-    weights = {key: keys[key] for key in ROUTER_LOSSES if keys.get(key)}
-    if not weights or not any(keys.get(key) for key in EXPERTS):
-        return []
-    said = ", ".join(f"{key} {value:g}" for key, value in weights.items())
-    return [
-        f"the student is a mixture of experts with a loss that balances them ({said}): potstill does not add it, so a "
-        "long run may leave experts unused"
-    ]
 
 
 def _sees(model: PreTrainedModel) -> bool:
@@ -250,13 +235,19 @@ def _fresh(
         raise PotstillError(f"student.config: transformers makes no {kind} model of it ({reason(error)})") from error
 
 
-def keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
-    """Keep only the chosen layers of a model, in the order given."""
-    config = model.config.get_text_config()
-    depth = config.num_hidden_layers
+def check_layers(model: PreTrainedModel, layers: list[int]) -> int:
+    """Gives how many there are."""
+    depth: int = model.config.get_text_config().num_hidden_layers
     wrong = [i for i in layers if i >= depth]
     if wrong:
         raise PotstillError(f"student.layers: {wrong} are not layers of a model with {depth} (0 to {depth - 1})")
+    return depth
+
+
+def keep_layers(model: PreTrainedModel, layers: list[int]) -> None:
+    """Keep only the chosen layers of a model, in the order given."""
+    config = model.config.get_text_config()
+    depth = check_layers(model, layers)
     stacks = [(n, m) for n, m in backbone(model).named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
     if len(stacks) != 1:
         raise PotstillError(f"student.from: cannot tell which part of a {model.config.model_type} model its layers are")

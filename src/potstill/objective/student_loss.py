@@ -4,6 +4,7 @@ loss. This is what a parallel wrapper wraps."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from potstill.losses import (
 )
 from potstill.losses.compare import RowStats
 from potstill.models import LanguageModel
+from potstill.students.experts import Routers
 from potstill.transfer import to_device
 from potstill.types import Batch, HiddenTarget, Target
 
@@ -50,9 +52,9 @@ class LossSettings:
 class StudentLoss(nn.Module):
     METHODS = ("measure", "completion")  # by which it is called besides forward
 
-    def __init__(self, student: LanguageModel) -> None:
+    def __init__(self, student: LanguageModel, routers: Routers | None = None) -> None:
         super().__init__()
-        self.student = student
+        self.student, self.routers = student, routers
         self.model = student.model  # registered, so that parameters and checkpoints see it
 
     def forward(
@@ -66,7 +68,8 @@ class StudentLoss(nn.Module):
         whole, context = batch, self.student.context
         if context is not None:
             batch, targets = context.share(batch, targets, whole_documents=settings.discount > 0)
-        hidden = self.student.hidden(whole, batch.rows.student)
+        with self.routers.heard() if self.routers is not None else nullcontext():
+            hidden = self.student.hidden(whole, batch.rows.student)
         if torch.is_autocast_enabled(hidden.device.type):  # the last norm is float32; the head's products need not be
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         own = self.student.at_rows(hidden)
@@ -90,6 +93,10 @@ class StudentLoss(nn.Module):
             together = torch.stack(list(sums.values()))
             dist.all_reduce(together, group=own.head.group)
             sums = dict(zip(sums, together, strict=True))
+        if self.routers is not None:
+            balance, sums["expert_load"] = self.routers.terms(whole, divisor, context)
+            out = out._replace(loss=out.loss + balance.to(out.loss.dtype))
+            sums["router_aux"] = balance
         sums["loss"] = out.loss
         if stat_rows and len(batch.rows):
             sums |= _sampled_sums(own, batch, targets, settings, stat_rows)

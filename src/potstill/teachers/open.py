@@ -22,11 +22,11 @@ from potstill.config.registry import TEACHER_SOURCES, load
 from potstill.config.sections import fixed_value
 from potstill.files import MANIFEST
 from potstill.models import LanguageModel, difference, load_teacher, load_tokenizer, same_tokenizer, shared_ids
-from potstill.models.average import MovingAverage
 from potstill.models.placed import load_elsewhere
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import ranks
 from potstill.parallel.team import Team, sharing_rows
+from potstill.students.average import MovingAverage
 from potstill.teachers.cross_tokenizer import cross_tokenizer_view
 from potstill.teachers.live import LiveModel, live_teacher
 from potstill.teachers.placed import load_in_place, no_fingerprint

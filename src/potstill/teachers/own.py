@@ -13,8 +13,8 @@ from torch import Tensor
 
 from potstill.models import LanguageModel, evaluating
 from potstill.models.adapters import adapters_off, trains_adapters_alone
-from potstill.models.average import MovingAverage
 from potstill.models.whole_copy import take_weights, whole_copy
+from potstill.students.average import MovingAverage
 from potstill.teachers.open import Opened, Opening, open_loaded
 from potstill.types import Batch, PotstillError
 

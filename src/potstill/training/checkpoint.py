@@ -38,10 +38,10 @@ from potstill.files import (
     write_text,
 )
 from potstill.models.adapters import save_description
-from potstill.models.average import save_averages
 from potstill.parallel.agree import Agreed, everyones, exchanged, first_alone, gathered, of_first, together
 from potstill.parallel.markers import Markers
 from potstill.parallel.mesh import ranks
+from potstill.students.average import save_averages
 from potstill.training.logging import tell
 from potstill.training.run import Callback, Progress, Run
 from potstill.training.state import Snapshot, WrittenFiles, take_snapshot, write_index

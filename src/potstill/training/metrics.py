@@ -26,7 +26,7 @@ MEANS = {
     "policy_gradient_rows": ("ratio_mean", "ratio_clipped", "advantage"),
 }
 # All that a forward pass may sum up over its rows. Ranks add up the same names in the same order, whatever each of them has.
-SUMS = ("loss", "kd", "ce", *MEANS, *(name for names in MEANS.values() for name in names))
+SUMS = ("loss", "kd", "ce", "router_aux", *MEANS, *(name for names in MEANS.values() for name in names))
 
 
 def means(sums: Mapping[str, float]) -> dict[str, float | None]:

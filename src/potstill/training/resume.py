@@ -15,10 +15,10 @@ from potstill.config import Recipe
 from potstill.config.recipe import changed_keys, load_recipe, recipe_yaml
 from potstill.data import check_there, count_left
 from potstill.files import json_lines, lock, remove_unfinished, write_text
-from potstill.models.average import load_averages
 from potstill.parallel.agree import first_alone, together
 from potstill.parallel.markers import Markers, restarted
 from potstill.parallel.mesh import ranks
+from potstill.students.average import load_averages
 from potstill.training.checkpoint import Checkpoints
 from potstill.training.feed import count_steps
 from potstill.training.logging import EVALS, METRICS

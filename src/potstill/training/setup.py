@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,20 +14,18 @@ from potstill.config import DataConfig, Recipe
 from potstill.data import StepBatches, check_lengths, with_pieces
 from potstill.evals.reference import RunEvaluation
 from potstill.memory import WORTH_COUNTING, Step, said_memory, weight_bytes
-from potstill.models import LanguageModel, check_fit, compile_layers, difference, load_student
-from potstill.models.adapters import adapter_base, add_lora, freeze
-from potstill.models.average import MovingAverage
-from potstill.models.dropout import set_dropout
+from potstill.models import LanguageModel, check_fit, compile_layers, difference
 from potstill.models.precision import pick_precision, said_precision, set_precision
-from potstill.models.spread import Filling, load_student_by_first
+from potstill.models.spread import Filling
 from potstill.objective.student_loss import LossSettings, StudentLoss
 from potstill.parallel.agree import Rounds, together
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import Axis, pick_device, ranks
 from potstill.parallel.shard import shard, split
-from potstill.parallel.team import students
 from potstill.rollouts.prompts import stop_ids
-from potstill.shipped import locate
+from potstill.students.average import MovingAverage
+from potstill.students.experts import Routers
+from potstill.students.opening import open_student
 from potstill.teachers.live import LiveModel
 from potstill.teachers.open import TeacherSet, as_teachers_need, open_teachers
 from potstill.teachers.remote import RemoteOrigin
@@ -92,7 +89,9 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
     device = pick_device(recipe.train.device)
     reset_peak_memory(device)  # the models are the run's
     set_precision(pick_precision(recipe, device))
-    student, notes, filling = together(lambda: _open_student(recipe, device))
+    student, notes, filling = together(lambda: open_student(recipe, device))
+    if any(source.messages for source in recipe.data.sources):  # so that whoever loads it ends where it learnt to end
+        student.model.generation_config.eos_token_id = list(stop_ids(student, chats=True)) or None
     recipe, data, lengths = together(lambda: _cut(recipe, student))
     teacher_set = together(lambda: open_teachers(recipe.teachers, student, data, recipe.loss, device, askers))
     together(lambda: _check_fit(recipe, data, student, teacher_set))
@@ -176,84 +175,17 @@ def _set_repeat_weight(recipe: Recipe, teacher_set: TeacherSet) -> tuple[Recipe,
     ]
 
 
-def _open_student(
-    recipe: Recipe, device: torch.device
-) -> tuple[LanguageModel, list[str], Callable[[], Filling] | None]:
-    """The student as the recipe's train section wants it, what is worth a word, and where its weights come from, if not with
-    it."""
-    filling = None
-    if _read_by_first(recipe):
-        student, filling = load_student_by_first(recipe.student, device, recipe.train.seed, students(ranks()))
-    else:
-        student = load_student(recipe.student, device, recipe.train.seed)
-    if any(source.messages for source in recipe.data.sources):  # so that whoever loads it ends where it learnt to end
-        student.model.generation_config.eos_token_id = list(stop_ids(student, chats=True)) or None
-    notes = [*student.notes, *_set_dropout(recipe, student), *_choose_trained(recipe, student)]
-    if recipe.train.gradient_checkpointing:
-        if not student.model.supports_gradient_checkpointing:
-            raise PotstillError(
-                f"train.gradient_checkpointing: transformers has none for {student.model.config.model_type} models: set it to "
-                "false"
-            )
-        student.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if recipe.train.compile:
-        compile_layers(student.model)
-    return student, notes, filling
-
-
-def _read_by_first(recipe: Recipe) -> bool:
-    """Whether one rank reads the student and the others are sent their parts. Not where something is made of its weights before
-    they are spread (adapters, a teacher that it is itself), nor where experts are cut."""
-    student, name = recipe.student, recipe.student.model or recipe.student.from_
-    plain = student.lora is None and (name is None or adapter_base(name, student.revision) is None)
-    return ranks().many and ranks().experts is None and plain and not any(each.student for each in recipe.teachers)
-
-
-def _choose_trained(recipe: Recipe, student: LanguageModel) -> list[str]:
-    """Adapters, or what is frozen; what is worth a word."""
-    config = recipe.student
-    freeze(student.model, config.freeze)
-    if config.lora is None:
-        return []
-    name = config.model or config.from_
-    assert name is not None
-    base = locate(name)
-    base = str(Path(base).resolve()) if Path(base).is_dir() else base
-    said = [add_lora(student.model, config.lora, None if config.layers else base, config.revision)]
-    if config.lora.dropout and recipe.rollouts.on_policy_fraction:
-        said.append(
-            "student.lora.dropout is on while the student trains and off while it writes, so what it says of its own text "
-            "differs between the two (sampling_logprob_gap): 0 takes the difference away"
-        )
-    return said
-
-
 def _spread(
     recipe: Recipe, student: LanguageModel, device: torch.device, filling: Callable[[], Filling] | None
 ) -> StudentLoss:
     """The student and its loss, over the ranks of the run."""
     here = ranks()
     student.context, student.group = split(student.model, here), here.tp.group
-    module = StudentLoss(student).train()
+    routers = Routers.of(student, recipe.student.router_aux_loss_coef)
+    module = StudentLoss(student, routers).train()
     bf16, fill = pick_precision(recipe, device) == "bf16", (lambda part: None) if filling is None else filling().fill
     shard(module, student.model, here, StudentLoss.METHODS, bf16=bf16, fill=fill)
     return module
-
-
-def _set_dropout(recipe: Recipe, student: LanguageModel) -> list[str]:
-    """As the recipe says, and off where the student writes and the recipe does not say; what is worth a word."""
-    asked, writes = recipe.student.dropout, recipe.rollouts.on_policy_fraction > 0
-    if asked is None and not writes:
-        return []
-    changed = ", ".join(f"{each:g}" for each in set_dropout(student.model, asked or 0.0))
-    if asked and writes:
-        return [
-            f"student.dropout: {asked:g} is on while the student trains and off while it writes, so what it says of its own "
-            "text differs between the two (sampling_logprob_gap): 0 takes the difference away"
-        ]
-    why = ", for it writes without (student.dropout keeps it)" if asked is None else ""
-    said = f"student.dropout: the student is trained with {asked or 0:g} in place of its own {changed}{why}"
-    return [said] if changed else []
 
 
 def _check_fit(recipe: Recipe, data: DataConfig, student: LanguageModel, teacher_set: TeacherSet) -> None:

@@ -20,6 +20,7 @@ from potstill.parallel.gradients import clip
 from potstill.parallel.mesh import ranks, sum_over_ranks
 from potstill.parallel.shard import last_pass
 from potstill.parallel.weights import here
+from potstill.students.experts import said_load
 from potstill.teachers.combine import compute_targets
 from potstill.teachers.placed import own_ranks
 from potstill.training.metrics import SUMS, Stopwatch, alignment, means, peak_memory_bytes, seconds_waited
@@ -42,9 +43,10 @@ def optimizer_step(parts: Parts, prepared: PreparedStep, tokens: int, run: Run, 
     with clock.of("optimizer"):
         norm = clip(parts.module, recipe.train.max_grad_norm or math.inf)
         zero = torch.zeros((), device=parts.device)
-        totals = sum_over_ranks(torch.stack([sums.get(name, zero) for name in SUMS]))
+        loads = sums.get("expert_load", zero)
+        totals = sum_over_ranks(torch.cat([torch.stack([sums.get(name, zero) for name in SUMS]), loads.flatten()]))
         *values, grad_norm = read(torch.cat([totals, norm.float().view(1)]))
-        total = dict(zip(SUMS, values, strict=True))
+        total = dict(zip(SUMS, values, strict=False))  # and the loads, of whatever size
         if not (math.isfinite(total["loss"]) and math.isfinite(grad_norm)):
             raise Diverged(diagnose(parts, prepared, scaled, run.step + 1))
         lr = set_lr(parts.optimizers, lr_factor(run.step, run.total_steps, recipe.train.lr_schedule))
@@ -68,6 +70,7 @@ def optimizer_step(parts: Parts, prepared: PreparedStep, tokens: int, run: Run, 
         "ce_weight": settings.ce_weight,
         **({"repeat_weight": settings.repeat_weight} if recipe.loss.repeat_weight else {}),
         **means(total),
+        **({"router_aux": total["router_aux"]} | said_load(values[len(SUMS) :], loads.shape) if loads.dim() else {}),
         **alignment(counts),
         **step.facts,
         "grad_norm": grad_norm,

@@ -169,8 +169,8 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     [
         ({"student": {}}, "student: give exactly one of model, from and config (given: none)"),
         ({"student": {"model": "a", "from": "b", "layers": [0]}}, "(given: model, from)"),
-        ({"student": {"from": "b"}}, "student: `from` and `layers` go together"),
-        ({"student": {"model": "b", "layers": [0]}}, "student: `from` and `layers` go together"),
+        ({"student": {"from": "b"}}, "student: `from` goes with `layers`, `width` or both"),
+        ({"student": {"model": "b", "layers": [0]}}, "student: `from` goes with `layers`, `width` or both"),
         ({"student": {"config": {"hidden_size": 8}, "tokenizer": "t"}}, "student: config needs a model_type"),
         ({"student": {"config": {"model_type": []}, "tokenizer": "t"}}, "student: config needs a model_type"),
         ({"student": {"config": {"model_type": "llama"}}}, "student: a fresh model (config) needs a tokenizer"),

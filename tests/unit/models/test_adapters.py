@@ -269,7 +269,7 @@ def test_what_does_not_fit_the_student_is_one_sentence(
     [
         ({"config": {"model_type": "llama"}, "tokenizer": "x", "lora": {}}, "lora goes with model or from"),
         ({"model": "x", "lora": {}, "freeze": ["y"]}, "leave freeze out"),
-        ({"from": "x", "layers": [0], "lora": {"export": "both"}}, "lora.export: an adapter of some layers"),
+        ({"from": "x", "layers": [0], "lora": {"export": "both"}}, "lora.export: an adapter of a part"),
     ],
 )
 def test_what_cannot_be_is_refused_when_the_recipe_is_read(keys: dict[str, Any], said: str) -> None:

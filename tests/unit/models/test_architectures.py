@@ -262,19 +262,13 @@ def test_gradient_checkpointing_where_transformers_has_none_is_a_sentence(tmp_pa
     ):
         assemble(load_recipe(recipe))
     recipe["train"]["gradient_checkpointing"] = False
-    (note,) = assemble(load_recipe(recipe)).notes
-    assert "(aux_loss_coef 0.01): potstill does not add it" in note
+    parts = assemble(load_recipe(recipe))
+    assert not parts.notes
+    assert parts.module.routers.coefficient == 0.01  # which it calls aux_loss_coef
 
 
 JETMOE = {"model_type": "jetmoe", "hidden_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 8}
 JETMOE |= {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 128}
-
-
-def test_losses_of_routers_are_said_to_be_left_out():
-    (note,) = model_of({"model_type": "mixtral", "num_local_experts": 4}).notes
-    assert "(router_aux_loss_coef 0.001): potstill does not add it" in note
-    assert not model_of({"model_type": "mixtral", "num_local_experts": 4}, router_aux_loss_coef=0.0).notes
-    assert not tiny(0).notes
 
 
 def with_idle_token(**changes):

@@ -10,9 +10,9 @@ from tiny import CPU, LLAMA, TOKENIZER
 from potstill.config import SamplingConfig, StudentConfig
 from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_student
-from potstill.models.dropout import set_dropout
 from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.transformers import TransformersEngine
+from potstill.students.dropout import set_dropout
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 # Kept in modules, in attributes that functions read, in the config that functions read, for whole layers.
