@@ -45,6 +45,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text", "sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"],
     },
 }  # fmt: skip
+NAMES = {"llama": "Llama", "gemma3": "Gemma 3, window 256"}  # of the families, in docs/gpu.md
+HEADING = (
+    "| tokens | family | peak, `varlen` | peak, `dense` | processor seconds, `varlen` | `dense` |\n"
+    + "|---" * 6
+    + "|\n"
+)
 LOSS = LossSettings("forward_kl", 0.5, 0.1, 1.0, 1.0, 0.0)
 
 
@@ -99,6 +105,23 @@ def in_own_process(*case: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--case", *case]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return found
+
+
+def with_table(text: str) -> str:
+    """docs/gpu.md with the results' table in place of the one that is there."""
+    before, head, after = text.partition(HEADING)
+    return before + head + "".join(f"{line}\n" for line in table_lines()) + after[after.index("\n\n") + 1 :]
+
+
+def table_lines() -> list[str]:
+    cases, lines = json.loads(RESULT.read_text(encoding="utf-8"))["cases"], []
+    for family, name in NAMES.items():
+        for length in (*LENGTHS, LONGEST):
+            found = [cases.get(f"{family}, {length}, {way}") for way in WAYS]
+            peaks = " | ".join(f"{one['peak_mb']:,} MB" if one else "" for one in found)
+            seconds = " | ".join(f"{one['processor_seconds']:.2f}" if one else "" for one in found)
+            lines.append(f"| {length:,} | {name} | {peaks} | {seconds} |".replace("|  |", "| |"))
+    return lines
 
 
 def main() -> None:

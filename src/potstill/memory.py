@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
@@ -75,12 +75,14 @@ def count_memory(student: LanguageModel, teachers: Sequence[LanguageModel], step
 
 
 class Allocations(TorchDispatchMode):
-    """The storages that operators have made and that are alive: how many bytes now, and at most."""
+    """The storages that operators have made and that are alive: how many bytes now, and at most. `there` was there before:
+    an operator that gives a view of it, as of a weight that is transposed, makes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, there: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.now, self.most = 0, 0
         self._known: dict[int, Any] = {}
+        self._there = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in there)}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
@@ -92,7 +94,7 @@ class Allocations(TorchDispatchMode):
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
-        if key in self._known:
+        if key in self._known or key in self._there:
             return
 
         def gone(_: Any) -> None:
@@ -114,7 +116,8 @@ def _counted(student: LanguageModel, teachers: Sequence[LanguageModel], step: St
         there = batch.to(made.device)
         optimizers = step.optimizers(made)
         trained = [weight for o in optimizers for group in o.param_groups for weight in group["weights"]]
-        with Allocations() as seen:
+        models = [each.model for each in (made, first) if each is not None]
+        with Allocations([*(x for model in models for x in _tensors(model)), *_masters(optimizers)]) as seen:
             target: HiddenTarget | None = None
             if first is not None:
                 with torch.no_grad():
@@ -169,7 +172,9 @@ def _loss_bytes(
             theirs = teacher.output_head(_shared(student, teacher))
             states = torch.empty(count, theirs.weight.shape[1], dtype=theirs.weight.dtype, device=student.device)
             target = HiddenTarget(states, theirs)
-        with Allocations() as seen:
+        with Allocations(
+            [hidden, *_tensors(student.model), *([] if teacher is None else _tensors(teacher.model))]
+        ) as seen:
             out = fused_linear_kd(hidden, target=target, labels=batch.rows.labels, ce_weight=1.0, **vars(own))
             del out
         return seen.most
@@ -191,8 +196,11 @@ def weight_bytes(model: LanguageModel) -> int:
 
 
 def _bytes(model: nn.Module) -> int:
-    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    return sum(each.numel() * each.element_size() for each in tensors.values())
+    return sum(each.numel() * each.element_size() for each in _tensors(model))
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return list({id(each): each for each in (*model.parameters(), *model.buffers())}.values())
 
 
 def _size(count: int) -> str:

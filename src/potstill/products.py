@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -11,8 +12,16 @@ UPCAST_BYTES = 32 * 2**20  # of a matrix that is widened at a time
 
 
 def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-    """a [n, k] · b [k, m] in float32 at least, or that added to `out`. Logits that are rounded to bfloat16 drown what a student
-    that is near its teacher has still to learn: at a KL of 0.006 a quarter of the gradient would be rounding."""
+    """a [n, k] · b [k, m] in float32 at least, or that added to `out`; under autocast too, which would narrow them again.
+    Logits that are rounded to bfloat16 drown what a student that is near its teacher has still to learn: at a KL of 0.006 a
+    quarter of the gradient would be rounding."""
+    device = a.device.type
+    narrowing = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    with torch.autocast(device, enabled=False) if narrowing else nullcontext():
+        return _wide_product(a, b, out, add)
+
+
+def _wide_product(a: Tensor, b: Tensor, out: Tensor | None, add: bool) -> Tensor:
     wide = torch.promote_types(a.dtype, torch.float32)
     if out is None:
         if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from potstill.losses import DIVERGENCES, DenseTarget, SampledTarget, TopKTarget, fused, fused_linear_kd
 from potstill.losses.kernels import choose
+from potstill.parallel.vocab import VocabShard
 from potstill.types import LogitsTarget, MeanTarget, Target
 
 HIDDEN, TEACHER, KEPT = 6, 5, 12
@@ -228,7 +229,8 @@ def twins(quick: bool) -> list[Twin]:
 def sliced(quick: bool) -> list[Twin]:
     """Over two ranks: even and uneven slices, one of which may have none of the teacher's ids."""
     found = []
-    for slices, narrower, temperature in (((350, 350), 0, 1.0), ((699, 1), 33, 2.0), ((300, 400), 410, 1.0)):
+    cuts = ((350, 350), 0, 1.0), ((699, 1), 33, 2.0), ((300, 400), 410, 1.0), ((320, 380), 0, 2.0)
+    for slices, narrower, temperature in cuts:
         usual = {"slices": slices, "narrower": narrower, "temperature": temperature}
         for kind, divergence in itertools.product(("dense", "top-k"), DIVERGENCES):
             found.append(Twin(kind, divergence, options={"ce_weight": 0.5}, **usual))
@@ -236,6 +238,27 @@ def sliced(quick: bool) -> list[Twin]:
         for kind in ("sampled", "none", "tail samples", "absent entries", "minus infinity"):
             found.append(Twin(kind, options={"ce_weight": 0.5}, dtype=torch.bfloat16, **usual))
     return found[::5] if quick else found
+
+
+def check_traffic(group: dist.ProcessGroup) -> None:
+    """A step of training sends as few floats a row by the kernels as by the torch blocks: at most 6 with a dense teacher."""
+    reduce, sent = VocabShard._reduced, []
+
+    def counted(shard: VocabShard, rows: tuple[Tensor, ...], operation: Any) -> tuple[Tensor, ...]:
+        sent.extend(row.numel() for row in rows)
+        return reduce(shard, rows, operation)
+
+    VocabShard._reduced = counted  # type: ignore[method-assign]
+    for divergence, temperature in itertools.product(DIVERGENCES, (1.0, 2.0)):
+        options = {"ce_weight": 0.5, "row_values": False}
+        twin, floats = Twin("dense", divergence, temperature, slices=(320, 380), options=options), {}
+        for kernels in (True, False):
+            sent.clear()
+            with by_kernels(kernels):
+                found = twin.run(torch.float32, torch.device("cpu"), group)
+            floats[kernels] = sum(sent) / len(found["kd"])
+        assert floats[True] <= floats[False] <= 6, f"{twin.name}: {floats}"
+    VocabShard._reduced = reduce  # type: ignore[method-assign]
 
 
 def main(tier: str, rank: str = "0", world: str = "1", meet: str = "") -> None:
@@ -248,6 +271,7 @@ def main(tier: str, rank: str = "0", world: str = "1", meet: str = "") -> None:
     else:
         dist.init_process_group("gloo", f"file://{meet}", rank=int(rank), world_size=int(world))
         found = [check(twin, group=dist.group.WORLD) for twin in sliced(quick)]
+        check_traffic(dist.group.WORLD)
         dist.destroy_process_group()
     print(f"largest error {max(found):.1e}\n{len(found)}")
 

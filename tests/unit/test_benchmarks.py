@@ -15,9 +15,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import attention  # noqa: E402
 import cache_quality  # noqa: E402
 import cross_quality  # noqa: E402
 import lora  # noqa: E402
+import memory_account  # noqa: E402
 import pruning  # noqa: E402
 import scale  # noqa: E402
 from loss_page import page, plot  # noqa: E402
@@ -98,6 +100,19 @@ def test_what_pruning_gives_is_what_was_measured():
     """The page has the results' table."""
     text = (ROOT / "docs" / "students.md").read_text(encoding="utf-8")
     assert pruning.with_table(text) == text, "run python benchmarks/pruning.py --only-docs"
+
+
+def test_memory_of_long_rows_and_of_a_step_is_what_was_measured():
+    """The page has the results' tables; a packed row of 32,768 tokens takes less than 2 GB, the account is within 10 %."""
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert attention.with_table(text) == text, "copy the lines that benchmarks/attention.py's with_table makes"
+    long = json.loads(attention.RESULT.read_text(encoding="utf-8"))["cases"]
+    assert all(case["peak_mb"] < 2000 for name, case in long.items() if str(attention.LONGEST) in name)
+    cases = json.loads(memory_account.RESULT.read_text(encoding="utf-8"))["cases"]
+    assert memory_account.table(cases) in text, "copy the table that benchmarks/memory_account.py prints"
+    assert cases.keys() == memory_account.CASES.keys()
+    for name, case in cases.items():
+        assert abs(case["counted"] / case["measured"] - 1) < 0.1, name
 
 
 def test_what_a_student_learns_beside_trl_is_what_was_measured():

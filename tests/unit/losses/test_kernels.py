@@ -46,6 +46,7 @@ def test_kernels_equal_the_torch_blocks(tier):
 @needs_triton
 @pytest.mark.parametrize("tier", ["quick", pytest.param("all", marks=pytest.mark.slow)])
 def test_kernels_over_slices_of_the_vocabulary_equal_the_torch_blocks(tier, tmp_path):
+    """And send no more floats a row."""
     found = outputs("kernel_twins.py", *([tier, rank, 2, tmp_path / "meet"] for rank in range(2)), interpret=True)
     assert [int(said[-1]) for said in found] == [len(sliced(tier == "quick"))] * 2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -102,15 +102,14 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def reduced(
-    shard: VocabShard, pairs: Sequence[Stats], *sums: tuple[Tensor, int | None]
+    shard: VocabShard, pairs: Sequence[Stats], *sums: Callable[[Sequence[Tensor]], Tensor]
 ) -> tuple[list[Stats], list[Tensor]]:
-    """The statistics of this rank's ids as those of all ranks' ids, and sums over the ranks: each with the number of the pair
-    whose maximum its weights are relative to, if it has any."""
+    """The statistics of this rank's ids as those of all ranks' ids, and sums over the ranks: each a function of the pairs'
+    maxima over all ranks, since the weights in it are relative to one of them."""
     if shard.group is None:
-        return [(m, z.clamp(min=TINY)) for m, z in pairs], [x for x, _ in sums]
+        return [(m, z.clamp(min=TINY)) for m, z in pairs], [part([m for m, _ in pairs]) for part in sums]
     maxima = shard.largest(*(m for m, _ in pairs))
-    by = [torch.exp2(m - largest) for (m, _), largest in zip(pairs, maxima, strict=True)]
-    masses = [z * scale for (_, z), scale in zip(pairs, by, strict=True)]
-    total = shard.total(*masses, *(x if at is None else x * by[at] for x, at in sums))
+    masses = [z * torch.exp2(m - largest) for (m, z), largest in zip(pairs, maxima, strict=True)]
+    total = shard.total(*masses, *(part(maxima) for part in sums))
     found = [(m, z.clamp(min=TINY)) for m, z in zip(maxima, total, strict=False)]
     return found, list(total[len(pairs) :])

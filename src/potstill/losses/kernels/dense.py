@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from potstill.losses.divergences import LOG_FLOOR
 from potstill.losses.kernels import programs
-from potstill.losses.kernels.chunk import LN_2, KernelChunk, Stats, reduced
+from potstill.losses.kernels.chunk import LN_2, TINY, KernelChunk, Stats, reduced
 from potstill.losses.rows import DenseRows
 
 KINDS = {
@@ -92,25 +93,41 @@ def _both(chunk: KernelChunk, plan: _Plan, found: Tensor, width: int) -> _Both:
     """Of the ranks only what the gradient needs travels."""
     shard = chunk.shard
     ms, zs, mt, zt, mc, zc, forward, forward_floor, reverse, reverse_floor, entropy = found
-    pairs = [(ms, zs), (mt, zt)] + [(mc, zc)] * plan.own_ce
-    sums: list[tuple[Tensor, int | None]] = [(reverse, 0), (reverse_floor, 0)] * (plan.kind == programs.REVERSE_KL)
+    sums: list[Callable[[Sequence[Tensor]], Tensor]] = []
+    # Over the same ids the maximum at T = 1 is known from the one at the temperature.
+    known = plan.own_ce and chunk.call.same_ids and shard.group is not None
+    if known:
+        sums += [lambda maxima: zc * torch.exp2(mc - _at_one(maxima[0], chunk))]
     if plan.gate is not None:  # the entropy's sum is relative to no rank's maximum while it travels
-        sums += [(entropy + zt * mt, 1), (torch.full_like(zt, width), None)]
-    stats, total = reduced(shard, pairs, *sums)
-    student, teacher, by = stats[0], stats[1], torch.exp2(mt - stats[1][0])
-    gate = torch.zeros_like(zt)
+        sums += [
+            lambda maxima: (entropy + zt * mt) * torch.exp2(mt - maxima[1]),
+            lambda maxima: torch.full_like(zt, width),
+        ]
+    stats, total = reduced(shard, [(ms, zs), (mt, zt)] + [(mc, zc)] * (plan.own_ce and not known), *sums)
+    student, teacher, gate = stats[0], stats[1], torch.zeros_like(zt)
     if plan.gate is not None:
         mean, ids = total[-2] / teacher[1] - teacher[0], total[-1]
         share = (teacher[1].log() - mean * LN_2) / ids.clamp(min=2.0).log()
         gate = share.clamp_(0.0, 1.0) ** plan.gate
+    whole = gate
+    if plan.kind == programs.REVERSE_KL:
+        by = torch.exp2(ms - student[0])
+        (whole,) = shard.total(_cost(reverse * by, reverse_floor * by, student, teacher))
+        whole = whole + _shift(student, teacher)
+    by = torch.exp2(mt - teacher[0])
     return _Both(
         student=student,
         teacher=teacher,
-        ce=stats[2] if plan.own_ce else student,
+        ce=(_at_one(student[0], chunk), total[0].clamp(min=TINY)) if known else stats[2] if plan.own_ce else student,
         forward=_cost(forward * by, forward_floor * by, teacher, student) + shard.once(_shift(teacher, student)),
-        reverse=_cost(total[0], total[1], student, teacher) + _shift(student, teacher) if sums else gate,
+        reverse=whole,
         gate=gate,
     )
+
+
+def _at_one(maximum: Tensor, chunk: KernelChunk) -> Tensor:
+    """The largest logit at T = 1, from that at the temperature; finite, as an empty row's is."""
+    return (maximum * chunk.call.params.temperature).clamp(min=-3.4e38)
 
 
 def _cost(cost: Tensor, floored: Tensor, own: Stats, other: Stats) -> Tensor:
