@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 UPCAST_BYTES = 32 * 2**20  # of a matrix that is widened at a time
 
@@ -42,10 +43,12 @@ def _wide_product(a: Tensor, b: Tensor, out: Tensor | None, add: bool) -> Tensor
 
 @cache
 def widens(device: str) -> bool:
-    """Whether a device gives the product of narrow matrices in float32."""
-    one = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    """Whether a device gives the product of narrow matrices in float32. Asked of the device itself, also while fake tensors are
+    counted with: they would say yes for a CPU, which does not, and the answer is kept."""
     try:
-        torch.mm(one, one, torch.float32)
-    except (NotImplementedError, RuntimeError):
+        with _disable_current_modes():
+            one = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+            torch.mm(one, one, torch.float32)
+    except (NotImplementedError, RuntimeError, AssertionError):  # the last: a build of torch without the device
         return False
     return True

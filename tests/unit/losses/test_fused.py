@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 from potstill.losses import (
     DIVERGENCES,
@@ -227,6 +228,14 @@ def test_a_device_that_widens_is_asked_to():
     out = torch.empty(5, 11, device="meta")
     for found in (wide_product(a, b), wide_product(a, b, out), wide_product(a, b, out, add=True)):
         assert found.shape == (5, 11) and found.dtype == torch.float32
+
+
+def test_what_fake_tensors_could_do_is_not_kept_for_real_ones():
+    """A run counts its memory on fake tensors before its first step."""
+    widens.cache_clear()
+    with FakeTensorMode():
+        wide_product(*(torch.ones(4, 4, dtype=torch.bfloat16) for _ in range(2)))
+    assert wide_product(*(torch.ones(4, 4, dtype=torch.bfloat16) for _ in range(2))).tolist() == [[4.0] * 4] * 4
 
 
 def test_bfloat16_is_computed_in_float32():
