@@ -351,6 +351,21 @@ def report(
 
 
 @app.command()
+def migrate(
+    file: Annotated[Path, typer.Argument(help="Another system's configuration, YAML or JSON.")],
+    system: Annotated[str, typer.Option("--from", help="Whose it is; docs/migrating.md lists them, with every key.")],
+    out: Annotated[Path | None, typer.Option(help="Recipe to write; default: printed.")] = None,
+) -> None:
+    """Turn another system's configuration into a recipe with comments, and say what was dropped or means something else.
+
+    Example: potstill migrate gkd.yaml --from trl-gkd --out mine.yaml
+    """
+    from potstill.cli.migrate import migrate_file
+
+    migrate_file(file, system, out)
+
+
+@app.command()
 def config(
     recipe: Annotated[Path, typer.Argument(help="YAML recipe.")],
     overrides: opt.Overrides = None,

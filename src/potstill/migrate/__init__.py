@@ -1,1 +1,1 @@
-"""Other systems' files as potstill's own."""
+"""Other systems' configurations as recipes, and their files as a cache."""

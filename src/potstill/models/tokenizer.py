@@ -45,14 +45,17 @@ def _loaded(name: str, where: str, revision: str | None, trust_remote_code: bool
 
 def optional_file(name: str, file: str, revision: str | None) -> str | None:
     """Path of a model's file, where it has one of that name."""
-    found: str | None = cached_file(
-        locate(name),
-        file,
-        revision=revision,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    try:
+        found: str | None = cached_file(
+            locate(name),
+            file,
+            revision=revision,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:  # no folder, and no name that the hub could have: whoever loads the model says so
+        return None
     return found
 
 
