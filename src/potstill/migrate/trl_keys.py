@@ -123,6 +123,7 @@ TABLES: dict[str, Table] = {
     "hf": {
         "student.model": "model_name_or_path",
         "student.revision": "model_revision",
+        "student.router_aux_loss_coef": "router_aux_loss_coef",
         "student.attn_implementation": "attn_implementation",
         "student.lora.r": "lora_r",
         "student.lora.alpha": "lora_alpha",
@@ -176,7 +177,7 @@ TABLES: dict[str, Table] = {
         "≠ data.append_eos: the tokenizer's own": "eos_token",
         "− always on (own fused loss)": "use_liger_kernel",
         "− there is nothing like it here": (
-            "trackio_space_id neftune_noise_alpha packing_strategy router_aux_loss_coef activation_offloading"
+            "trackio_space_id neftune_noise_alpha packing_strategy activation_offloading"
         ),
         "− checkpoints/best is always kept with eval": "load_best_model_at_end",
         "− always on": "average_tokens_across_devices",
