@@ -52,7 +52,7 @@ _workers: list[_Worker] = []
 
 def on_ranks(world: int, work: Callable[..., Any], *arguments: Any, timeout: float = 600.0) -> list[Any]:
     """What `work(*arguments)` gives on each of `world` ranks. Nobody's error is lost: that of the lowest rank that failed is
-    raised, and processes that died or hang are replaced for the next call."""
+    raised, and after one the processes are replaced for the next call."""
     assert 1 <= world <= MOST
     _start(world)
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -103,14 +103,11 @@ def _answers(world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
                 end = min(end, time.monotonic() + LAST_WORDS)
         if not ready:
             break
-    if len(found) < world or any("its process died" in str(said) for good, said in found.values() if not good):
-        late = {
-            rank: (False, f"gave no answer in time{_last_words(rank, stacks=True)}")
-            for rank in range(world)
-            if rank not in found
-        }
+    for rank in range(world):
+        if rank not in found:
+            found[rank] = (False, f"gave no answer in time{_last_words(rank, stacks=True)}")
+    if not all(good for good, _ in found.values()):
         _stop()
-        return found | late
     return found
 
 
@@ -147,6 +144,15 @@ def _forget_groups() -> None:
     _redistribute.clear_redistribute_planner_cache()
 
 
+def _meet(where: str, rank: int, world: int) -> None:
+    """None goes on before all are there: if its work fails at once, those that still connect would meet nobody, and number
+    their groups otherwise from then on."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", where, rank=rank, world_size=world, timeout=timedelta(seconds=MEETING))
+    dist.barrier()
+
+
 def _serve(pipe: Connection, log: str) -> None:
     """One process of the pool. Its console is a file: that of the process it was forked from is nobody's by now."""
     console = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -169,9 +175,7 @@ def _serve(pipe: Connection, log: str) -> None:
         try:
             work, arguments = pickle.loads(message)
             if world > 1:
-                dist.init_process_group(
-                    "gloo", f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=MEETING)
-                )
+                _meet(f"file://{meet}", rank, world)
             answer = (True, pickle.dumps(work(*arguments)))
         except BaseException:
             answer = (False, traceback.format_exc())
