@@ -79,6 +79,8 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {},
         "`entropy_gate`": {"entropy_gate": True},
         "`dynamic_scaling`": {"dynamic_scaling": True},
+        "`token_clip`": {"token_clip": True},
+        "`token_weights` with `decay` or `by_position`": {"uneven_weights": True},
     },
     "parallel": {
         "one process": {},
@@ -128,6 +130,7 @@ TABLES = [
     ("Divergences and whose text is trained on", "divergence", "text"),
     ("Divergences and temperatures", "divergence", "temperature"),
     ("Divergences and the rest of the loss", "divergence", "loss"),
+    ("Tokenizers and the rest of the loss", "tokenizer", "loss"),
     ("Servers and what they are asked for", "asked", "server"),
     ("Teachers that the student's own text is compared with", "compared", "evaluation"),
     ("Caches and whose text is trained on", "cache", "text"),

@@ -41,13 +41,14 @@ class Example:
     """
 
     key: str  # stable hash of the text, or of the canonical JSON of the messages before any chat template
-    text: (
-        str  # as the student's tokenizer reads it (for a chat: as its template rendered it); "": nothing to learn from
-    )
+    # As the student's tokenizer reads it (for a chat: as its template rendered it); "": nothing to learn from
+    text: str
     ids: npt.NDArray[np.int32] = field(default_factory=_no_ids)  # [L]; empty until it is tokenized
     # [L]; token i is to be predicted. Token 0 never is: nothing comes before it
     supervised: npt.NDArray[np.bool_] = field(default_factory=_no_mask)
     supervised_bytes: int = 0  # UTF-8 bytes of `text` that the supervised tokens stand for
+    weights: npt.NDArray[np.float32] | None = None  # [L]; what each supervised token counts in the loss; None: 1
+    answers: npt.NDArray[np.bool_] | None = None  # [L]; `supervised` before tokens of weight 0 left it; None: none did
     messages: Sequence[Mapping[str, Any]] | None = None  # the conversation, for a teacher with its own template
     tools: Sequence[Any] | None = None  # that were offered in it
     spans: tuple[tuple[int, int], ...] | None = None  # characters of `text` that are supervised; None: all
@@ -58,9 +59,7 @@ class Example:
     last: bool = True  # of its text's pieces: eos may follow
     split: bool = False  # part of a conversation whose template rewrites earlier turns
     writer: str | None = None  # "student" or "teacher", who wrote the supervised part; None: it is the data set's
-    behaviour: npt.NDArray[np.float32] | None = (
-        None  # [L]; log-probability each token was sampled with; 0 in the prompt
-    )
+    behaviour: npt.NDArray[np.float32] | None = None  # [L]; log-probability each was sampled with; 0 in the prompt
     version: int | None = None  # optimizer steps of the student that wrote it
 
     @property
@@ -77,6 +76,7 @@ class Rows:
     labels: Tensor  # int64 [N]; the token that comes next
     # [N]; log-probability with which the student wrote that token; NaN: it did not write it. None: it wrote none of them
     behaviour: Tensor | None = None
+    weight: Tensor | None = None  # float32 [N]; what each counts in the loss; None: 1
 
     def to(self, device: torch.device) -> Rows:
         return _moved(self, device)
@@ -422,9 +422,8 @@ class TopKTarget(Target):
     ids: Tensor  # int64 [N, K]
     logprobs: Tensor  # [N, K]
     tail: Tensor  # [N]
-    width: int | None = (
-        None  # ids it is over; the student's further ones leave the divergence's softmax. None: all of its
-    )
+    # Ids it is over; the student's further ones leave the divergence's softmax. None: all of its
+    width: int | None = None
     tail_samples: Tensor | None = None  # int64 [N, M]; draws from the rest, from which forward KL learns what is in it
     tail_entropy: Tensor | None = None  # [N]; of the teacher within the rest: what these draws cost at least
     absent: Tensor | None = None  # bool [N, K]; entries that are none: they repeat the id of another one of the row
@@ -505,12 +504,8 @@ class Relation:
         return self.place_student.shape[0], self.place_teacher.shape[0]
 
 
-CHUNK_METHODS = (
-    "common_vocab",
-    "projection",
-    "span_likelihood",
-    "uld",
-)  # how losses/cross_tokenizer.py compares chunks
+# How losses/cross_tokenizer.py compares chunks
+CHUNK_METHODS = ("common_vocab", "projection", "span_likelihood", "uld")
 
 
 @dataclass(frozen=True)

@@ -166,9 +166,23 @@ def special(world: int) -> dict[str, SlicedCall]:
         "top-k with draws from the rest": with_draws(make(world, "forward_kl", "top-k", 1.0, "everything")),
         **across(world),
         **prefix_marginal(world),
+        **clamped(world),
         "bfloat16": narrow_dtype(again, torch.bfloat16),
         "float32": narrow_dtype(again, torch.float32),
     }
+
+
+def clamped(world: int) -> dict[str, SlicedCall]:
+    """Some of the rows lie beyond the limit, and some do not."""
+    made = {
+        "clamped": make(world, "reverse_kl", "dense hidden", 2.5, "everything"),
+        "clamped, top-k": make(world, "jsd", "top-k", 1.0, "everything"),
+    }
+    for name, call in list(made.items()):
+        clip = 1.001 * float(call.run()["kd"].median())
+        made[name] = replace(call, options={**call.options, "token_clip": clip})
+        made[f"{name}, in parts"] = in_parts(made[name])
+    return made
 
 
 def in_parts(call: SlicedCall) -> SlicedCall:

@@ -29,6 +29,7 @@ from potstill.config.training import (
     LrScheduleConfig,
     OptimizerConfig,
     ParallelConfig,
+    TokenWeightsConfig,
     TrainConfig,
 )
 
@@ -52,6 +53,7 @@ __all__ = [
     "StoreConfig",
     "StudentConfig",
     "TeacherConfig",
+    "TokenWeightsConfig",
     "TrainConfig",
 ]
 
@@ -118,7 +120,7 @@ class Recipe(Section):
             )
 
     def _rollout_conflicts(self) -> Iterator[str]:
-        rollouts, longest = self.rollouts, self.rollouts.sampling.max_new_tokens
+        rollouts, longest = self.rollouts, self.rollouts.sampling.longest
         if rollouts.data_share > 0 and any(s.kind == "completion" and not s.completion for s in self.data.sources):
             yield (
                 "data.sources: a source has a prompt and no completion, and a share of the text is the data set's: name the "
@@ -140,6 +142,13 @@ class Recipe(Section):
         if self.loss.ce_weight is not None:
             return self.loss.ce_weight
         return 0.0 if self.teachers else 1.0
+
+    def with_columns(self) -> Recipe:
+        """With the columns of the data that keys of other sections name, but for the teachers'."""
+        weights = self.loss.token_weights
+        named = [] if weights is None or weights.column is None else [weights.column]
+        columns = list(dict.fromkeys([*self.data.columns, *named]))
+        return self.model_copy(update={"data": self.data.model_copy(update={"columns": columns})})
 
     def with_repeat_weight(self, weight: Scheduled | None) -> Recipe:
         return self.model_copy(update={"loss": self.loss.model_copy(update={"repeat_weight": weight})})

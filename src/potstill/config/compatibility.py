@@ -37,6 +37,8 @@ class Combination:
     entropy_gate: bool = False
     dynamic_scaling: bool = False
     combine: str = "sum"
+    token_clip: bool = False
+    uneven_weights: bool = False  # loss.token_weights: tokens of one answer count differently
     weighting: str | None = None
     filter: bool = False
     text: frozenset[Text] = frozenset()  # whose is trained on; empty: not known here
@@ -74,6 +76,8 @@ class Combination:
             dynamic_scaling=loss.dynamic_scaling,
             combine=loss.combine_teachers,
             weighting=loss.teacher_weighting,
+            token_clip=loss.token_clip is not None,
+            uneven_weights=loss.token_weights is not None and loss.token_weights.uneven,
         )
         if rollouts is not None:
             shares = (rollouts.data_share, rollouts.on_policy_fraction, rollouts.teacher_fraction)
@@ -115,6 +119,11 @@ class Combination:
     def other(self) -> bool:
         """Whether the teacher reads other tokens than the student."""
         return self.tokenizer == "other" or self.context_column
+
+    @property
+    def chunks(self) -> bool:
+        """Whether runs of tokens are compared, and not each token."""
+        return self.other and self.method != "prefix_marginal"
 
     @property
     def entries(self) -> bool:
@@ -402,6 +411,18 @@ RULES = (
         lambda c: c.other and c.imported and c.method in CHUNKED,
         "the cache was imported, and does not know how likely the text's own tokens were where they are not among the "
         "entries, which cross_tokenizer.method {method} needs: take prefix_marginal or uld",
+    ),
+    Rule(
+        "loss.token_clip",
+        lambda c: c.token_clip and c.chunks,
+        "a token's divergence is clamped, and cross_tokenizer.method {method} compares chunks of several tokens: leave "
+        "token_clip out, or take prefix_marginal",
+    ),
+    Rule(
+        "loss.token_weights",
+        lambda c: c.uneven_weights and c.chunks,
+        "decay and by_position weigh the tokens of a chunk differently, and cross_tokenizer.method {method} compares the whole "
+        "of it: use skip, window or column, or take prefix_marginal",
     ),
     # Several teachers
     Rule(

@@ -79,7 +79,9 @@ class DataConfig(Section):
         "this hardly mix",
     )
     append_eos: bool = key(True, "end documents and completions with the tokenizer's eos")
-    columns: list[str] = key([], "further columns (texts) to read; those that teachers name are read anyway")
+    columns: list[str] = key(
+        [], "further columns (texts, numbers, lists of numbers) to read; those that other keys name are read anyway"
+    )
     workers: Positive = key(
         1, "threads that prepare steps ahead for teachers: decoding caches, aligning with other tokenizers"
     )

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from potstill.config.registry import EngineName
-from potstill.config.sections import Positive, Section, ServerAddress, key
+from potstill.config.sections import Positive, Schedule, Section, ServerAddress, key
 
 SMALLEST_SHARE = 1e-9  # what shares may miss one by, for rounding
 
@@ -20,9 +20,28 @@ class SamplingConfig(Section):
     top_p: float = key(1.0, "only the likeliest tokens that together have this probability", gt=0, le=1)
     top_k: int = key(0, "only so many of the likeliest tokens; 0: all", ge=0)
     min_p: float = key(0.0, "only tokens with at least this share of the likeliest one's probability", ge=0, lt=1)
-    max_new_tokens: Positive = key(256, "longest text that is written, in tokens")
+    max_new_tokens: Positive | Schedule = key(
+        256, "longest text that is written, in tokens (the horizon); may be a schedule, rounded to whole tokens"
+    )
     stop: list[Annotated[str, Field(min_length=1)]] = key([], "texts that end what is written, besides the model's eos")
     seed: int | None = key(None, "default: train.seed")
+
+    @model_validator(mode="after")
+    def _horizon(self) -> SamplingConfig:
+        horizon = self.max_new_tokens
+        if isinstance(horizon, Schedule) and min(horizon.start, horizon.end) < 1:
+            raise ValueError(f"max_new_tokens must be 1 at least, and goes from {horizon.start:g} to {horizon.end:g}")
+        return self
+
+    def horizon(self, progress: float) -> int:
+        """max_new_tokens at `progress` (0 at the first step, 1 at the last)."""
+        most = self.max_new_tokens
+        return round(most.at(progress)) if isinstance(most, Schedule) else most
+
+    @property
+    def longest(self) -> int:
+        """max_new_tokens at its largest."""
+        return max(self.horizon(0.0), self.horizon(1.0))
 
 
 class EngineConfig(Section):

@@ -13,6 +13,34 @@ from potstill.config.sections import Positive, Schedule, Scheduled, Section, Sha
 REPEAT_STEPS = 100  # after which a fresh student reads: benchmarks/cross_quality.py
 
 
+class TokenWeightsConfig(Section):
+    """What each supervised token counts in the loss, by its place in its answer: a completion, an assistant turn, a plain text.
+    All that is given is multiplied. Tokens of weight 0 are left out: they are not computed, and do not count in the divisor, in
+    which every other token counts as one."""
+
+    skip: int = key(0, "so many first tokens of every answer are left out", ge=0)
+    window: Positive | None = key(None, "so many tokens after these count, and those beyond are left out")
+    decay: float = key(1.0, "what each token counts of the one before it", gt=0, le=1)
+    by_position: list[tuple[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=0)]]] = key(
+        [], "weights by position, as in [[0, 1.0], [64, 0.3]]: from a token of the answer on, until the next one"
+    )
+    column: str | None = key(
+        None, "column of the data with a weight: a number, or a list of numbers, one for each answer of the record"
+    )
+
+    @model_validator(mode="after")
+    def _positions(self) -> TokenWeightsConfig:
+        starts = [start for start, _ in self.by_position]
+        if starts and (starts[0] != 0 or sorted(set(starts)) != starts):
+            raise ValueError(f"by_position begins at 0 and goes up, and has {starts}: write [[0, 1.0], [64, 0.3]]")
+        return self
+
+    @property
+    def uneven(self) -> bool:
+        """Whether tokens of one answer count differently, besides those that are left out."""
+        return self.decay != 1 or len({weight for _, weight in self.by_position if weight}) > 1
+
+
 class LossConfig(Section):
     """What is minimised: kd_weight · divergence(teacher, student) + ce_weight · cross-entropy + repeat_weight · cross-entropy
     to the token just read, summed over the supervised tokens and divided once per optimizer step by their number."""
@@ -41,6 +69,13 @@ class LossConfig(Section):
         "sum",
         "with several teachers: the weighted sum of their divergences; one divergence, from the weighted mean of "
         "their distributions (live, one tokenizer); or for each document the one to which it is likeliest",
+    )
+    token_weights: TokenWeightsConfig | None = key(None, "default: every supervised token counts 1")
+    token_clip: float | None = key(
+        None,
+        "largest divergence of a token, per teacher (the student learns nothing from one beyond it); policy_gradient_kl: "
+        "largest size of a token's advantage, before the discount; default: no clamp",
+        gt=0,
     )
     teacher_weighting: Literal["ce", "entropy", "max_probability"] | None = key(
         None,

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
+from potstill.config.training import TokenWeightsConfig
+from potstill.data.weighing import weigh
 from potstill.types import Example, PotstillError
 
 Encode = Callable[[Sequence[Example]], "list[Encoded]"]
@@ -59,7 +61,7 @@ class Encoder:
 
     What is longer than max_length is cut and counted. For evaluation nothing is: every token of the text is scored, the first
     too, in as many windows as it takes, and nothing but the text, whatever the tokenizer puts around it: else bits per byte of
-    two tokenizers would be of different bytes. `ends`: examples know where tokens end.
+    two tokenizers would be of different bytes. `ends`: examples know where tokens end. `token_weights`: what each counts.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Encoder:
         evaluation: bool = False,
         ends: bool = False,
         key: str = "data",
+        token_weights: TokenWeightsConfig | None = None,
     ) -> None:
         if not tokenizer.is_fast:
             raise PotstillError(
@@ -79,7 +82,7 @@ class Encoder:
             )
         self._backend = untrimmed(tokenizer.backend_tokenizer)
         self._max_length, self._key = max_length, key  # the key of max_length's section, for messages
-        self._evaluation, self._ends = evaluation, ends
+        self._evaluation, self._ends, self._weights = evaluation, ends, token_weights
         self._eos: int | None = tokenizer.eos_token_id if append_eos and not evaluation else None
         self._start: int | None = _start(tokenizer) if evaluation else None
         added = tokenizer.added_tokens_decoder
@@ -100,14 +103,30 @@ class Encoder:
         tokens = self._tokens(raw, encoding)
         cut = max(0, len(tokens) - self._max_length)
         if not cut:
-            return _encoded(raw, tokens)
+            return self._encoded(raw, tokens)
         if self._evaluation:
-            windows = [_encoded(raw, window, continues=True) for window in self._windows(raw, tokens)]
+            windows = [self._encoded(raw, window, continues=True) for window in self._windows(raw, tokens)]
             if not windows:
                 return Encoded(raw, None, len(tokens))
             return replace(windows[0], continues=False, further=tuple(windows[1:]))
         lost = int(tokens.supervised[self._max_length :].sum())
-        return _encoded(raw, tokens.at(slice(self._max_length)), cut=cut, cut_supervised=lost)
+        return self._encoded(raw, tokens.at(slice(self._max_length)), cut=cut, cut_supervised=lost)
+
+    def _encoded(self, raw: Example, tokens: Tokens, **more: Any) -> Encoded:
+        if not tokens.supervised.any():
+            return Encoded(raw, None, len(tokens), **more)
+        example = replace(
+            raw,
+            ids=tokens.ids,
+            supervised=tokens.supervised,
+            supervised_bytes=int(tokens.sizes.sum()),
+            ends=tokens.ends,
+            behaviour=None,  # of other tokens
+        )
+        example = weigh(example, tokens.sizes, self._weights)
+        if not example.supervised.any():
+            return Encoded(raw, None, len(tokens), **more)
+        return Encoded(raw, example, len(tokens), supervised=example.supervised_tokens, **more)
 
     def _tokens(self, raw: Example, encoding: tokenizers.Encoding) -> Tokens:
         """All of them, and what is supervised."""
@@ -178,20 +197,6 @@ class Encoder:
             yield replace(window, supervised=window.supervised & scored, sizes=np.where(scored, window.sizes, 0))
 
 
-def _encoded(raw: Example, tokens: Tokens, **more: Any) -> Encoded:
-    if not tokens.supervised.any():
-        return Encoded(raw, None, len(tokens), **more)
-    example = replace(
-        raw,
-        ids=tokens.ids,
-        supervised=tokens.supervised,
-        supervised_bytes=int(tokens.sizes.sum()),
-        ends=tokens.ends,
-        behaviour=None,  # of other tokens
-    )
-    return Encoded(raw, example, len(tokens), supervised=example.supervised_tokens, **more)
-
-
 def lengths_only(encode: Encode) -> Encode:
     """Encodes without keeping examples, and no text twice: a layout depends on lengths alone."""
     nothing = Example("", "")
@@ -209,7 +214,7 @@ def lengths_only(encode: Encode) -> Encode:
 
 def _digest(example: Example) -> bytes:
     """Of what is encoded. An example's key does not do: it is of a chat before its template."""
-    flags = repr((example.spans, example.messages is not None, example.last))
+    flags = repr((example.spans, example.messages is not None, example.last, sorted(example.columns.items())))
     return hashlib.blake2b(f"{flags}\n{example.text}".encode(), digest_size=16).digest()
 
 

@@ -77,7 +77,7 @@ def example_maker(data: DataConfig, source: SourceConfig, key: str, tokenizer: A
     renderer = ChatRenderer(tokenizer, source.chat_template_kwargs, key) if source.kind == "messages" else None
 
     def make(record: Record, where: str) -> Iterator[Example]:
-        columns = {column: _text(record, column, where) for column in data.columns}
+        columns = {column: _column(record, column, where) for column in data.columns}
         if renderer is not None:
             made = _of_chat(record, where, source, renderer)
         elif source.kind == "completion":
@@ -138,6 +138,15 @@ def _of_chat(record: Record, where: str, source: SourceConfig, renderer: ChatRen
 
 
 _NOT_UNICODE = "holds half of a surrogate pair, which is no character; repair the text"
+
+
+def _column(record: Record, column: str, where: str) -> str:
+    """A further column: text as it is, numbers and lists of them as JSON."""
+    value = record[column]
+    numbers = value if isinstance(value, list) else [value]
+    if numbers and all(isinstance(number, bool | int | float) for number in numbers):
+        return json.dumps(value)
+    return _text(record, column, where)
 
 
 def _text(record: Record, column: str, where: str) -> str:

@@ -49,8 +49,10 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
     position_ids = np.zeros(shape, dtype=np.int64)
     document = np.zeros(shape, dtype=np.int32)
     nothing = np.zeros(0, dtype=np.int64)
-    student, labels, behaviour = [nothing], [nothing], [nothing.astype(np.float32)]
+    student, labels = [nothing], [nothing]
+    behaviour, weight = [nothing.astype(np.float32)], [nothing.astype(np.float32)]
     written = any(example.behaviour is not None for example in examples)
+    weighed = any(example.weights is not None for example in examples)
     counting = np.arange(width, dtype=np.int64)
     lengths: list[int] = []
     for r, row in enumerate(rows):
@@ -66,6 +68,8 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
             labels.append(example.ids[predicted].astype(np.int64))
             known = example.behaviour
             behaviour.append(np.full(len(predicted), np.nan, np.float32) if known is None else known[predicted])
+            counts = example.weights
+            weight.append(np.ones(len(predicted), np.float32) if counts is None else counts[predicted])
             begin = end
         lengths += [n for n in (*(len(example.ids) for example in row), width - begin) if n]
     packed = any(len(row) > 1 for row in rows)
@@ -80,6 +84,7 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
             teacher=positions,
             labels=torch.from_numpy(np.concatenate(labels)),
             behaviour=torch.from_numpy(np.concatenate(behaviour)) if written else None,
+            weight=torch.from_numpy(np.concatenate(weight)) if weighed else None,
         ),
         supervised_tokens=len(positions),
         examples=tuple(examples),
@@ -98,6 +103,6 @@ def without(batch: Batch, left_out: Sequence[int]) -> Batch:
         example if keeps else replace(example, supervised=np.zeros_like(example.supervised), supervised_bytes=0)
         for example, keeps in zip(batch.examples, keep, strict=True)
     )
-    behaviour = None if batch.rows.behaviour is None else batch.rows.behaviour[kept]
-    rows = Rows(batch.rows.student[kept], batch.rows.teacher[kept], batch.rows.labels[kept], behaviour)
+    given = {name: values[kept] for name, values in vars(batch.rows).items() if values is not None}
+    rows = replace(batch.rows, **given)
     return replace(batch, rows=rows, supervised_tokens=len(rows), examples=examples)

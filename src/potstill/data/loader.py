@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from potstill.config import DataConfig
+from potstill.config import DataConfig, TokenWeightsConfig
 from potstill.data.dealing import Share, own_rows, padding
 from potstill.data.encoding import Encode, Encoded, Encoder, lengths_only
 from potstill.data.layout import collate, pack
@@ -96,6 +96,7 @@ class StepBatches:
         rank: tuple[int, int] = (0, 1),
         tokens_per_micro_batch: int | None = None,
         rounds: Rounds | None = None,
+        token_weights: TokenWeightsConfig | None = None,
     ) -> None:
         self.rounds = rounds
         self._data, self._batch_size = data, batch_size
@@ -104,7 +105,12 @@ class StepBatches:
         self._pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         self.group_steps = max(1, min(GROUP_STEPS, GROUP_TOKENS // (batch_size * data.max_length)))
         self._encode: Encode = Encoder(
-            tokenizer, max_length=data.max_length, append_eos=data.append_eos, evaluation=evaluation, key=key
+            tokenizer,
+            max_length=data.max_length,
+            append_eos=data.append_eos,
+            evaluation=evaluation,
+            key=key,
+            token_weights=token_weights,
         )
         self._state = state or {"start": beginning(len(data.sources)), **NOTHING_READ}
         self._stream, self._fingerprints = open_stream(

@@ -35,7 +35,7 @@ class OnPolicyEval:
         self, student: LanguageModel, teacher: Teacher[LiveModel], config: EvalConfig, rollouts: RolloutsConfig
     ) -> None:
         self._student, self._teacher, self._batch_size = student, teacher, config.batch_size
-        data, new = config.data, rollouts.sampling.max_new_tokens
+        data, new = config.data, rollouts.sampling.longest
         if data.max_length <= new:
             raise PotstillError(
                 f"eval.on_policy_samples: rollouts.sampling.max_new_tokens {new} leaves no room for a prompt in "

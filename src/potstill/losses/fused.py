@@ -67,6 +67,7 @@ def fused_linear_kd(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     entropy_gate: float | None = None,
+    token_clip: float | None = None,
     group: dist.ProcessGroup | None = None,
     row_values: bool = True,
     chunk_rows: int | None = None,
@@ -83,6 +84,9 @@ def fused_linear_kd(
     `entropy_gate`: where the teacher's entropy, as a share of the largest possible one, is g, the row's divergence is
     (1 − g^gate) of the chosen one and g^gate of forward KL: the less sure the teacher, the more of its spread is learnt.
 
+    `token_clip`: a target's value at a row, with its temperature's factor, is at most this; a row beyond it has no gradient
+    (not for a `ChunkTarget`, whose values are of several rows).
+
     `group`: `weight` and `bias` are this rank's slice of the vocabulary, in the order of the ranks; slices may be uneven. A
     dense target is cut at the same ids, or whole on every rank. `hidden` is the same on every rank, and its gradient is
     summed over the group. Ids are global.
@@ -93,6 +97,8 @@ def fused_linear_kd(
     params = LossParams(divergence, temperature, beta, alpha, entropy_gate)
     head = Head(weight, bias, softcap, logit_scale)
     targets: Targets = ((1.0, target),) if isinstance(target, Target) else tuple(target or ())
+    if token_clip is not None and (not token_clip > 0 or any(isinstance(t, ChunkTarget) for _, t in targets)):
+        raise ValueError(f"token_clip {token_clip} must be above 0, and goes without a ChunkTarget")
     _check(hidden, head, targets, labels, row_weight, ce_weight, chunk_rows, params, group is not None)
     shard, targets, same_ids = shard_targets(head.width, targets, group, hidden.device)
     compute = torch.promote_types(hidden.dtype, torch.float32)
@@ -107,6 +113,7 @@ def fused_linear_kd(
         ce_weight=ce_weight,
         softcap=softcap,
         logit_scale=logit_scale,
+        token_clip=token_clip,
         same_ids=same_ids,
         row_values=row_values,
     )

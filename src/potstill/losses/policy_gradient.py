@@ -40,14 +40,18 @@ def policy_gradient_kl(
     *,
     discount: float = 0.0,
     ratio_clip: float = 2.0,
+    token_clip: float | None = None,
 ) -> Score:
     """`student` [N]: log Q. `teachers`: weights (a number, or one a row) and log P [N]; advantages are summed. `behaviour` [N]:
-    log B, NaN where the student did not write the token. `lengths`: rows of each document, in their order."""
+    log B, NaN where the student did not write the token. `lengths`: rows of each document, in order. `token_clip`: largest
+    size of a token's own advantage, before those of later ones are added."""
     own = ~behaviour.isnan()
     advantage = torch.zeros_like(student)
     for share, logprobs in teachers:
         share = share.to(student.dtype) if isinstance(share, Tensor) else share
         advantage += share * (logprobs.to(student.dtype).clamp(min=LOG_FLOOR) - student)
+    if token_clip is not None:
+        advantage = advantage.clamp(-token_clip, token_clip)
     advantage = _discounted(torch.where(own, advantage, 0.0), lengths, discount)
     advantage = torch.where(own, advantage, 0.0)
     ratio = (student - behaviour.to(student.dtype)).clamp(max=LARGEST_LOG_RATIO).exp()

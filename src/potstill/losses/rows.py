@@ -70,6 +70,7 @@ class Call:
     ce_weight: float | Tensor = 0.0
     softcap: float | None = None
     logit_scale: float = 1.0
+    token_clip: float | None = None  # largest value of a row, of each target
     same_ids: bool = False  # every dense target is over all of the student's ids, on every rank
     differentiate: bool = True
     row_values: bool = True  # False: values are left in the ranks' parts
@@ -160,10 +161,22 @@ def _divergences(z: Tensor, rows: slice, call: Call, row_weight: Tensor, block: 
             work.div_(t)
         value, factor = comparison.loss(work, rows, call) if block is None else _compared_dense(block, call.params)
         scale, share = comparison.scale(call.params), _of_rows(share, rows, z.dtype)
-        kd += share * value * scale
-        weight = (row_weight * (share * (factor * scale / t * call.kd_weight)))[:, None]
+        value, learns = _clipped(value * scale, call)
+        kd += share * value
+        weight = (row_weight * learns * (share * (factor * scale / t * call.kd_weight)))[:, None]
         grad.mul_(weight) if grad is z else grad.addcmul_(work, weight)
     return kd, grad
+
+
+def _clipped(value: Tensor, call: Call) -> tuple[Tensor, Tensor | float]:
+    """This rank's parts of values [b] that are at most `token_clip`, and what of their gradient is left: a row beyond it has
+    none, as of the smaller of the value and a constant."""
+    if call.token_clip is None:
+        return value, 1.0
+    (whole,) = call.shard.total(value)
+    beyond = whole > call.token_clip
+    limit = call.shard.once(torch.full_like(value, call.token_clip))
+    return torch.where(beyond, limit, value), (~beyond).to(value.dtype)
 
 
 def _of_rows(weight: float | Tensor, rows: slice, dtype: torch.dtype) -> float | Tensor:

@@ -47,6 +47,7 @@ class LossSettings:
     discount: float = 0.0
     ratio_clip: float = 2.0
     repeat_weight: float = 0.0
+    token_clip: float | None = None
 
 
 class StudentLoss(nn.Module):
@@ -74,6 +75,8 @@ class StudentLoss(nn.Module):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         own = self.student.at_rows(hidden)
         row_weight = hidden.new_full((len(batch.rows),), 1.0 / divisor, dtype=torch.float32)
+        if batch.rows.weight is not None:
+            row_weight *= batch.rows.weight
         score: Score | None = None
         if settings.divergence == "policy_gradient_kl":
             out, score = _policy_gradient(own, batch, targets, row_weight, settings)
@@ -144,6 +147,7 @@ def _policy_gradient(
         [example.supervised_tokens for example in batch.examples],
         discount=settings.discount,
         ratio_clip=settings.ratio_clip,
+        token_clip=settings.token_clip,
     )
     out = _fused(own, batch, None, row_weight, ce_weight=plain + settings.kd_weight * score.weight)
     value = (row_weight * (settings.kd_weight * score.value + plain * out.ce)).sum()

@@ -30,6 +30,7 @@ import safetensors.numpy
 import torch
 
 from potstill.config import RolloutsConfig
+from potstill.config.sections import Schedule
 from potstill.data import COUNTS, Prefetched, State, collate, pack
 from potstill.data.dealing import Share, deal
 from potstill.files import write_bytes
@@ -192,10 +193,11 @@ class Buffer:
         if saved is not None:
             return prompts, saved
         begin = time.perf_counter()
+        most = self._horizon(version)
         written: dict[tuple[int, int], Completion] = {}
         for kind, engine in self._writers.items():
             asked = {
-                (group.number, i): GenerationRequest(group.prompt.ids, rollout_seed(self._seed, group.number, i))
+                (group.number, i): GenerationRequest(group.prompt.ids, rollout_seed(self._seed, group.number, i), most)
                 for group in prompts.groups
                 if group.kind == kind and group.prompt is not None
                 for i in range(self._rollouts.num_generations)
@@ -203,6 +205,10 @@ class Buffer:
             if asked:
                 written.update(zip(asked, engine.generate(list(asked.values())), strict=True))
         return prompts, Generation(asked_of(prompts), written, version, time.perf_counter() - begin)
+
+    def _horizon(self, version: int) -> int:
+        """Tokens of a text that these weights write, at most."""
+        return self._rollouts.sampling.horizon(version / max(1, (self._last or 1) - 1))
 
     def _read(self) -> tuple[PromptBatch | None, Generation | None]:
         """The next prompts, and what was written for them before the run was resumed. An error of one rank is everybody's."""
@@ -232,7 +238,10 @@ class Buffer:
             if number == len(slices):
                 place = {"prompts": prompts.after, "taken": 0}
             version = self._version + len(steps)  # when it is trained on
-            step = self._step_batch(some, prompts.epoch, place, _facts(some, generation, version))
+            facts = _facts(some, generation, version)
+            if isinstance(self._rollouts.sampling.max_new_tokens, Schedule):
+                facts["rollout_horizon"] = self._horizon(generation.version)
+            step = self._step_batch(some, prompts.epoch, place, facts)
             if any(example.supervised.any() for example, _ in some):
                 steps.append(step)
         return steps

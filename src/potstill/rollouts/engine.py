@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from potstill.config import RolloutsConfig
+from potstill.config import RolloutsConfig, SamplingConfig
 from potstill.config.registry import ROLLOUT_ENGINES, load
 from potstill.models import LanguageModel
 from potstill.rollouts.writing_ranks import ALONE, WritingRanks
@@ -23,6 +23,12 @@ class GenerationRequest:
 
     ids: npt.NDArray[np.int32]  # [P], at least one
     seed: int  # 64 bits; the text depends on the prompt, the weights and this alone, not on what else is asked for
+    most: int | None = None  # tokens of the text; None: as many as the engine's sampling says
+
+
+def asked_tokens(asked: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[int]:
+    """How long each text may be."""
+    return [sampling.longest if ask.most is None else ask.most for ask in asked]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from potstill.config import TokenWeightsConfig
 from potstill.data import Encoder, around, ids_key, json_key, untrimmed
+from potstill.data.weighing import weigh
 from potstill.models import LanguageModel
 from potstill.rollouts.engine import Completion
 from potstill.text import TokenTable
@@ -94,12 +96,21 @@ class Prompter:
 
 class Answers:
     """What was written, as Examples of the student. `teacher`: the tokenizer of a teacher that writes, where it is another
-    than the student's."""
+    than the student's. `token_weights`: what each token counts, in what is given in the student's own tokens (`encode` sees to
+    the rest)."""
 
-    def __init__(self, student: LanguageModel, encode: Encoder, kwargs: Mapping[str, Any], teacher: Any = None) -> None:
+    def __init__(
+        self,
+        student: LanguageModel,
+        encode: Encoder,
+        kwargs: Mapping[str, Any],
+        teacher: Any = None,
+        token_weights: TokenWeightsConfig | None = None,
+    ) -> None:
         self._table = TokenTable.from_tokenizer(student.tokenizer)
         self._student, self._encode, self._kwargs = student, encode, kwargs
         self._other = None if teacher is None else TokenTable.from_tokenizer(teacher)
+        self._weights = token_weights
         self.counts: Counter[str] = Counter()  # of what was left out
 
     @cached_property
@@ -123,8 +134,8 @@ class Answers:
             behaviour = np.concatenate([np.zeros(begin, dtype=np.float32), written.logprobs], dtype=np.float32)
         answer = data.decode(errors="replace")
         text = prompt.text + answer
-        messages = prompt.messages
-        return replace(
+        messages, sizes = prompt.messages, self._table.lengths[ids]
+        example = replace(
             prompt.example,
             key=ids_key(ids, begin),
             text=text,
@@ -133,12 +144,13 @@ class Answers:
             supervised_bytes=len(data),
             messages=None if messages is None else [*messages, {"role": "assistant", "content": answer}],
             spans=((len(prompt.text), len(text)),),
-            ends=np.cumsum(self._table.lengths[ids], dtype=np.int64),
+            ends=np.cumsum(sizes, dtype=np.int64),
             source=f"{prompt.example.source}, answered by the {writer}",
             writer=writer,
             behaviour=behaviour,
             version=version,
         )
+        return weigh(example, sizes, self._weights)
 
     def _known(self, prompt: Prompt, written: Completion, table: TokenTable) -> tuple[Completion, bytes]:
         """Up to the first id that no token has (the padding of a head's rows, which some engines draw from too); and its text,

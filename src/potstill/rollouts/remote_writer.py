@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from potstill.config import SamplingConfig
 from potstill.config.compatibility import Combination, check
-from potstill.rollouts.engine import Completion, GenerationRequest
+from potstill.rollouts.engine import Completion, GenerationRequest, asked_tokens
 from potstill.rollouts.vllm_requests import check_sampling, completion, read_text, request
 from potstill.rollouts.writing_ranks import ALONE, WritingRanks
 from potstill.serving.openai import OpenAIServer
@@ -30,17 +30,18 @@ class RemoteWriter:
         self._team = team
 
     def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
-        return self._team.written(self._write, asked, self._sampling.max_new_tokens)
+        return self._team.written(self._write, asked, max(asked_tokens(asked, self._sampling), default=1))
 
     def _write(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
         return self._server.connection.each(self._one, asked)
 
     def _one(self, ask: GenerationRequest) -> Completion:
         # Its model may have eos ids that its tokenizer does not name.
-        keys = request(self._sampling, self._stop_ids, ask.seed) | {"return_token_ids": True, "ignore_eos": False}
+        (most,) = asked_tokens([ask], self._sampling)
+        keys = request(self._sampling, self._stop_ids, ask.seed, most) | {"return_token_ids": True, "ignore_eos": False}
         choice = self._server.completion(ask.ids.tolist(), keys)
         try:
-            ids, logprobs = read_text(choice, self._sampling)
+            ids, logprobs = read_text(choice, most)
         except ValueError as error:
             raise self._server.connection.error(str(error)) from error
         text = completion(ids, logprobs, choice.get("finish_reason"), self._sampling, self._stop_ids)

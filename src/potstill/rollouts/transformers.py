@@ -20,7 +20,7 @@ from potstill.models import LanguageModel, backbone, evaluating
 from potstill.models.decoding import Kept, Reread
 from potstill.models.libraries import reason
 from potstill.models.whole_copy import take_weights, whole_copy
-from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
+from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest, asked_tokens
 from potstill.rollouts.sampling import draw, uniforms
 from potstill.rollouts.writing_ranks import ALONE, WritingRanks
 from potstill.transfer import to_device
@@ -125,12 +125,10 @@ class TransformersEngine:
         self.release()
 
     def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
-        most = self._sampling.max_new_tokens
-
         def write(some: Sequence[GenerationRequest]) -> list[Completion]:
-            return self._generate(some, [most] * len(some), self.way, self._autocast)
+            return self._generate(some, asked_tokens(some, self._sampling), self.way, self._autocast)
 
-        return self._team.written(write, asked, most)
+        return self._team.written(write, asked, max(asked_tokens(asked, self._sampling), default=1))
 
     @torch.no_grad()
     def _generate(

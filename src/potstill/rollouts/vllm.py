@@ -14,7 +14,7 @@ from torch import Tensor
 from potstill.config.rollouts import RolloutsConfig, SamplingConfig
 from potstill.models import LanguageModel, evaluating
 from potstill.models.whole_copy import take_weights, whole_copy
-from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest
+from potstill.rollouts.engine import Completion, Engine, EngineSetup, GenerationRequest, asked_tokens
 from potstill.rollouts.sampling import drawn_from
 from potstill.rollouts.vllm_process import VLLMProcess
 from potstill.rollouts.vllm_requests import check_sampling
@@ -85,15 +85,15 @@ class VLLMEngine:
             raise
 
     def generate(self, asked: Sequence[GenerationRequest]) -> list[Completion]:
-        longest = max((len(ask.ids) for ask in asked), default=0)
-        if longest + self.sampling.max_new_tokens > self.max_length:
+        longest, most = max((len(a.ids) for a in asked), default=0), max(asked_tokens(asked, self.sampling), default=1)
+        if longest + most > self.max_length:
             raise PotstillError(
-                f"a prompt of {longest} tokens and rollouts.sampling.max_new_tokens {self.sampling.max_new_tokens} are more "
-                f"than data.max_length {self.max_length}"
+                f"a prompt of {longest} tokens and rollouts.sampling.max_new_tokens {most} are more than data.max_length "
+                f"{self.max_length}"
             )
         for _ in range(RESTARTS):
             before = self.copy.failures
-            texts = self.team.written(self._write, asked, self.sampling.max_new_tokens)
+            texts = self.team.written(self._write, asked, most)
             if not any(self.team.told(self.copy.failures > before)):
                 return texts
             # It may have ended and begun again, with the weights it begins with: what it wrote, for this rank or for another,

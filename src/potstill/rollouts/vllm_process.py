@@ -22,7 +22,7 @@ from potstill.config.rollouts import SamplingConfig
 from potstill.files import could_not_write
 from potstill.models import LanguageModel
 from potstill.models.libraries import reason
-from potstill.rollouts.engine import Completion, GenerationRequest
+from potstill.rollouts.engine import Completion, GenerationRequest, asked_tokens
 from potstill.rollouts.vllm_requests import completion, request
 from potstill.rollouts.vllm_weights import named_weights
 from potstill.rollouts.writing_ranks import ALONE, WritingRanks
@@ -76,7 +76,10 @@ class VLLMProcess:
         if not asked:
             return []
         text = bool(sampling.stop)
-        params = [self._params(**request(sampling, stop_ids, ask.seed), detokenize=text) for ask in asked]
+        params = [
+            self._params(**request(sampling, stop_ids, ask.seed, most), detokenize=text)
+            for ask, most in zip(asked, asked_tokens(asked, sampling), strict=True)
+        ]
         prompts = [{"prompt_token_ids": ask.ids.tolist()} for ask in asked]
         with _apart(self._student.model.device):
             outputs = [one.outputs[0] for one in self.llm.generate(prompts, params, use_tqdm=False)]

@@ -29,7 +29,7 @@ def check_sampling(sampling: SamplingConfig) -> None:
         )
 
 
-def request(sampling: SamplingConfig, stop_ids: Sequence[int], seed: int) -> dict[str, Any]:
+def request(sampling: SamplingConfig, stop_ids: Sequence[int], seed: int, most: int) -> dict[str, Any]:
     """Everything is said, so that no default of a model's or of a server's applies."""
     return {
         "temperature": sampling.temperature,
@@ -39,7 +39,7 @@ def request(sampling: SamplingConfig, stop_ids: Sequence[int], seed: int) -> dic
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
-        "max_tokens": sampling.max_new_tokens,
+        "max_tokens": most,
         "stop": list(sampling.stop),
         "stop_token_ids": list(stop_ids),
         "ignore_eos": True,  # of its config: ours are in stop_token_ids
@@ -50,7 +50,7 @@ def request(sampling: SamplingConfig, stop_ids: Sequence[int], seed: int) -> dic
     }
 
 
-def read_text(choice: Any, sampling: SamplingConfig, vocabulary: int = 2**31) -> tuple[list[int], list[float]]:
+def read_text(choice: Any, most: int, vocabulary: int = 2**31) -> tuple[list[int], list[float]]:
     """Ids and log-probabilities of what a server wrote. ValueError: what is wrong with them."""
     try:
         ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -59,8 +59,8 @@ def read_text(choice: Any, sampling: SamplingConfig, vocabulary: int = 2**31) ->
         aligned = False
     if not aligned:
         raise ValueError("it gives no token ids with what it writes: is it a vLLM of 0.10.2 or later?")
-    if len(ids) > sampling.max_new_tokens:
-        raise ValueError(f"it wrote {len(ids)} tokens where {sampling.max_new_tokens} were asked for at most")
+    if len(ids) > most:
+        raise ValueError(f"it wrote {len(ids)} tokens where {most} were asked for at most")
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < vocabulary]:
         raise ValueError(f"it wrote {str(wrong[0])[:40]!r}, which is none of the ids")
     if wrong := [x for x in logprobs if type(x) not in (int, float) or not -math.inf < x <= SLACK]:

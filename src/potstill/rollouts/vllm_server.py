@@ -15,7 +15,7 @@ import torch
 from potstill.config import RemoteConfig, RolloutsConfig, SamplingConfig
 from potstill.http_client import SMALL, Connection
 from potstill.models import LanguageModel
-from potstill.rollouts.engine import Completion, GenerationRequest
+from potstill.rollouts.engine import Completion, GenerationRequest, asked_tokens
 from potstill.rollouts.vllm_requests import completion, read_text, request
 from potstill.rollouts.vllm_weights import save_weights
 from potstill.rollouts.writing_ranks import WritingRanks
@@ -109,11 +109,13 @@ class VLLMServer:
     ) -> list[Completion]:
         def one(ask: GenerationRequest) -> Completion:
             body = {"model": self._model, "prompt": ask.ids.tolist(), "return_token_ids": True}
-            most = SMALL + ENTRY * (len(ask.ids) + sampling.max_new_tokens)
-            found = self._sent("POST", "/v1/completions", body | request(sampling, stop_ids, ask.seed), most)
+            (most,) = asked_tokens([ask], sampling)
+            size = SMALL + ENTRY * (len(ask.ids) + most)
+            keys = request(sampling, stop_ids, ask.seed, most)
+            found = self._sent("POST", "/v1/completions", body | keys, size)
             try:
                 choice = found["choices"][0]
-                ids, logprobs = read_text(choice, sampling, self._ids)
+                ids, logprobs = read_text(choice, most, self._ids)
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise self._connection.error(f"its answer to /v1/completions is not understood ({error})") from error
             return completion(ids, logprobs, choice.get("finish_reason"), sampling, stop_ids)

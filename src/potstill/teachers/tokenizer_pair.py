@@ -85,7 +85,8 @@ class TokenizerPair:
     def _by_turns(self, example: Example, read: Example) -> Alignment:
         """What is supervised in both, one stretch after the other: templates and prompts put other words around it."""
         whole = example.spans is None  # its first token is not supervised, but is part of the text
-        ours, theirs = [(0, len(example.ids))] if whole else _runs(example.supervised), _runs(read.supervised)
+        answers = example.supervised if example.answers is None else example.answers
+        ours, theirs = [(0, len(example.ids))] if whole else _runs(answers), _runs(read.supervised)
         if len(ours) > max(len(theirs), len(read.spans or ())):  # or else the teacher cannot read all of it
             raise PotstillError(
                 f"{example.source} ({example.key}): the student's chat template shows {len(ours)} assistant turns of it and "

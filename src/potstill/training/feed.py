@@ -60,6 +60,7 @@ def _open_rollouts(parts: Parts, run: Run) -> Buffer:
             _encoder(parts),
             chat_kwargs(parts.data),
             None if writer is None or parts.writer_shares_tokens else writer.tokenizer,
+            recipe.loss.token_weights,
         ),
         recipe.rollouts,
         layout,
@@ -93,7 +94,7 @@ def open_prompt_batches(parts: Parts, state: dict[str, Any] | None) -> PromptBat
     tokenizers: dict[Kind, Any] = {"student": tokenizer}
     if parts.writer is not None:
         tokenizers["teacher"] = parts.writer.tokenizer
-    most, kwargs = data.max_length - rollouts.sampling.max_new_tokens, chat_kwargs(data)
+    most, kwargs = data.max_length - rollouts.sampling.longest, chat_kwargs(data)
     prompters = {
         kind: Prompter(each, most=most, prompt_tokens=rollouts.prompt_tokens, kwargs=kwargs)
         for kind, each in tokenizers.items()
@@ -153,4 +154,7 @@ def count_steps(parts: Parts, progress: Callable[[int], None]) -> int:
 
 
 def _encoder(parts: Parts) -> Encoder:
-    return Encoder(parts.student.tokenizer, max_length=parts.data.max_length, append_eos=parts.data.append_eos)
+    data, weights = parts.data, parts.recipe.loss.token_weights
+    return Encoder(
+        parts.student.tokenizer, max_length=data.max_length, append_eos=data.append_eos, token_weights=weights
+    )

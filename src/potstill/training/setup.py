@@ -80,6 +80,7 @@ class Parts:
             state=state,
             changed_data_ok=self.recipe.checkpoint.resume == "force",
             rounds=rounds,
+            token_weights=self.recipe.loss.token_weights,
         )
 
 
@@ -152,7 +153,7 @@ def step_to_count(recipe: Recipe, data: DataConfig, device: torch.device) -> Ste
 def _cut(recipe: Recipe, student: LanguageModel) -> tuple[Recipe, DataConfig, list[str]]:
     """The recipe, which keeps the size of the pieces where that is measured here; the data as teachers need it; and what is
     worth a word about lengths."""
-    asked = as_teachers_need(recipe.data, recipe.teachers)
+    asked = as_teachers_need(recipe.with_columns().data, recipe.teachers)
     data = with_pieces(asked, student.tokenizer)
     if data is not asked:
         pieces = {"piece_bytes": data.piece_bytes}

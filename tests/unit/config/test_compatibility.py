@@ -294,6 +294,7 @@ def test_every_rule_refuses_something() -> None:
     servers = product(*(TOOL.AXES[axis].values() for axis in ("asked", "server")))
     own = product(*(TOOL.AXES[axis].values() for axis in ("own", "text", "parallel")))
     others = (*servers, *own, *product(TOOL.AXES["compared"].values()))
+    others += (*product(*(TOOL.AXES[axis].values() for axis in ("tokenizer", "loss"))),)
     broken |= {rule for fields in others for rule in refusals(TOOL.combined(*fields))}
     assert broken == set(RULES)
 

@@ -375,3 +375,32 @@ def test_absent_entries_are_as_if_they_were_not_there():
                 found.append((out.kd, h.grad, w.grad))
             for ours, wanted in zip(*found, strict=True):
                 torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_clamped_rows_equal_full_logits(name, temperature):
+    """Of two teachers each is clamped by itself; a row beyond the limit has its value and no gradient."""
+    generator = torch.Generator().manual_seed(8)
+    hidden, weight = (torch.randn(n, 5, dtype=torch.float64, generator=generator).requires_grad_() for n in (9, 31))
+    first, second = (torch.randn(9, 31, dtype=torch.float64, generator=generator) for _ in range(2))
+    logq = ((hidden @ weight.t()) / temperature).log_softmax(-1)
+    scale = temperature if name == "tvd" else temperature**2
+    values = [
+        scale * naive_divergence(name, (x / temperature).log_softmax(-1), logq, 0.3, 0.1) for x in (first, second)
+    ]
+    clip = 1.001 * torch.cat(values).detach().median().item()
+    twin = (0.3 * values[0].clamp(max=clip) + 1.7 * values[1].clamp(max=clip)).sum()
+    expected = torch.autograd.grad(twin, [hidden, weight])
+    targets = [(0.3, DenseTarget(logits=first)), (1.7, DenseTarget(logits=second))]
+    out = fused_linear_kd(
+        hidden, weight, targets, divergence=name, temperature=temperature, beta=0.3, token_clip=clip, chunk_rows=4
+    )
+    torch.testing.assert_close(out.loss, twin)
+    torch.testing.assert_close(torch.autograd.grad(out.loss, [hidden, weight]), expected)
+
+
+def test_a_clamp_of_chunks_is_refused():
+    hidden, weight = torch.randn(2, 3), torch.randn(4, 3)
+    with pytest.raises(ValueError, match="token_clip 0 must be above 0"):
+        fused_linear_kd(hidden, weight, DenseTarget(logits=torch.randn(2, 4)), token_clip=0)

@@ -33,6 +33,7 @@ def kernels_for(call: Call) -> RowKernels | None:
     """The kernels where the device runs them and the call is one of theirs; None: the torch blocks, which do everything."""
     kinds = [type(comparison) for _, comparison in call.comparisons]
     ours = kinds in ([], [TopKRows], [SampledRows]) or (kinds == [DenseRows] and call.params.divergence in DENSE)
+    ours = ours and call.token_clip is None
     if not ours or call.buffers.dtype != torch.float32 or without_kernels(call.buffers.device) is not None:
         return None
     from potstill.losses.kernels.loss import loss_of_rows

@@ -1,0 +1,83 @@
+"""Whole runs, by the command, in which tokens count differently: weights, clamps, a horizon that moves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import write_jsonl
+from tiny_runs import InterruptAt, Interrupted, TinyRuns, assert_same_run, metrics
+
+import potstill
+
+pytestmark = pytest.mark.e2e
+
+OWN = {
+    "on_policy_fraction": 1.0,
+    "prompt_tokens": 6,
+    "sampling": {"max_new_tokens": {"start": 2, "end": 9}, "temperature": 1.0},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "data": {
+        "loss": {"token_weights": {"skip": 2, "decay": 0.9, "column": "quality"}, "token_clip": 1.0},
+    },
+    "on-policy": {"loss": {"divergence": "reverse_kl", "token_weights": {"window": 4}}, "rollouts": OWN},
+    "policy gradient": {
+        "loss": {"divergence": "policy_gradient_kl", "discount": 0.5, "token_clip": 0.5, "token_weights": {"skip": 1}},
+        "rollouts": OWN | {"max_staleness": 1},
+    },
+}
+
+
+def sections(folder: Path, kind: str) -> dict[str, Any]:
+    records = [{"text": f"The year {1790 + i} brought peace and commerce to all.", "quality": i % 3} for i in range(30)]
+    write_jsonl(folder / "weighed.jsonl", records)
+    data = {"sources": [{"files": str(folder / "weighed.jsonl")}], "max_length": 64, "shuffle_buffer": 16}
+    return {"data": data} | KINDS[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupted_run_ends_with_the_same_bits(runs: TinyRuns, command: Callable[..., Any], kind: str) -> None:
+    said = command("train", runs.file("whole", **sections(runs.folder, kind)))
+    assert said.code == 0, said.err
+    broken = runs.recipe("broken", **sections(runs.folder, kind))
+    with pytest.raises(Interrupted):
+        potstill.train(broken, [InterruptAt(5)])
+    potstill.train(broken)
+    assert_same_run(runs.folder / "broken", runs.folder / "whole")
+    steps = metrics(runs.folder / "whole")
+    if kind == "data":
+        assert 0.5 < max(step["kd"] for step in steps) < 1.0001  # the clamp; without it the mean is above 1
+        return
+    assert all(step["rollout_length"] <= step["rollout_horizon"] for step in steps)
+    # Written ahead, a text has the horizon of the weights that wrote it.
+    ahead = [2, 2, 3, 4, 5, 6, 7, 8] if kind == "policy gradient" else [2, 3, 4, 5, 6, 7, 8, 9]
+    assert [step["rollout_horizon"] for step in steps] == ahead
+
+
+def test_records_that_count_nothing_are_dropped_and_counted(runs: TinyRuns, command: Callable[..., Any]) -> None:
+    keys = sections(runs.folder, "data") | {"loss": {"token_weights": {"column": "quality"}}}
+    said = command("train", runs.file("run", "train.steps=null", "train.epochs=1", **keys))
+    assert said.code == 0, said.err
+    assert "30 documents, 20 examples" in said.out and "10 dropped examples" in said.out
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        ({"token_clip": 1.0}, "compares chunks of several tokens: leave token_clip out"),
+        ({"token_weights": {"decay": 0.9}}, "decay and by_position weigh the tokens of a chunk differently"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    runs: TinyRuns, command: Callable[..., Any], loss: dict[str, Any], why: str
+) -> None:
+    hint = {"model": str(runs.teacher), "context_column": "text", "cross_tokenizer": {"method": "uld"}}
+    keys = runs.recipe("refused").model_dump(mode="json", by_alias=True) | {"teachers": [hint], "loss": loss}
+    path = runs.folder / "refused.yaml"
+    path.write_text(json.dumps(keys), encoding="utf-8")
+    said = command("train", path)
+    assert said.code == 1 and why in said.err, said.err
