@@ -51,6 +51,7 @@ class Example:
     answers: npt.NDArray[np.bool_] | None = None  # [L]; `supervised` before tokens of weight 0 left it; None: none did
     messages: Sequence[Mapping[str, Any]] | None = None  # the conversation, for a teacher with its own template
     tools: Sequence[Any] | None = None  # that were offered in it
+    turns: tuple[int, ...] | None = None  # the messages whose `spans` these are; None: every assistant turn
     spans: tuple[tuple[int, int], ...] | None = None  # characters of `text` that are supervised; None: all
     ends: npt.NDArray[np.int64] | None = None  # [L]; where each token ends in `text`, in bytes, when asked for
     columns: Mapping[str, str] = field(default_factory=dict)  # of its record, that teachers ask for

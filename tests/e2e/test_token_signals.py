@@ -81,3 +81,65 @@ def test_what_does_not_go_together_is_refused(
     path.write_text(json.dumps(keys), encoding="utf-8")
     said = command("train", path)
     assert said.code == 1 and why in said.err, said.err
+
+
+CHAT = [
+    [
+        {"role": "user", "content": f"How many are {i} and {i}?"},
+        {"role": "assistant", "content": f"They are {2 * i}."},
+        {"role": "user", "content": "Are you sure?"},
+        {"role": "assistant", "content": "Quite."},
+    ]
+    for i in range(12)
+]
+
+
+@pytest.mark.parametrize("turn", ["random", "all"])
+def test_any_turn_of_a_chat_is_written(runs: TinyRuns, command: Callable[..., Any], turn: str) -> None:
+    chats = write_jsonl(runs.folder / "chat.jsonl", [{"m": chat} for chat in CHAT])
+    source = {"files": str(chats), "messages": "m"}
+    keys = {
+        "data": {"sources": [source], "max_length": 128, "shuffle_buffer": 4},
+        "rollouts": OWN | {"turn": turn, "on_policy_fraction": 0.6},
+        "teachers": [{"model": str(runs.teacher), "system": "Be right.", "chat_template_kwargs": {"year": 1790}}],
+    }
+    said = command("train", runs.file("whole", **keys))
+    assert said.code == 0, said.err
+    broken = runs.recipe("broken", **keys)
+    with pytest.raises(Interrupted):
+        potstill.train(broken, [InterruptAt(5)])
+    run = potstill.train(broken)
+    assert_same_run(runs.folder / "broken", runs.folder / "whole")
+    assert run.counts["written_examples"] > 8 and all(step["kd"] > 0 for step in metrics(run.folder))
+
+
+def test_the_last_turn_alone_is_learnt(runs: TinyRuns, command: Callable[..., Any]) -> None:
+    chats = write_jsonl(runs.folder / "chat.jsonl", [{"m": chat, "keep": [False, True] * 2} for chat in CHAT])
+    counts = {}
+    for name, supervise in (("all", "all"), ("last", "last"), ("column", {"column": "keep"})):
+        data = {"sources": [{"files": str(chats), "messages": "m"}], "max_length": 128, "supervise": supervise}
+        said = command("train", runs.file(name, "train.steps=null", "train.epochs=1", data=data))
+        assert said.code == 0, said.err
+        counts[name] = metrics(runs.folder / name)[-1]["tokens"]
+    assert counts["column"] == counts["all"] > 2 * counts["last"] > 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"rollouts": {"turn": "all"}}, "rollouts.turn goes with chats"),
+        ({"teachers": [{"model": "m", "system": "s"}]}, "teachers[0].system and chat_template_kwargs go with chats"),
+        (
+            {"teachers": [{"model": "m", "cache": "c", "system": "s"}]},
+            "system and chat_template_kwargs go without cache",
+        ),
+    ],
+)
+def test_turns_and_system_messages_are_of_chats(
+    runs: TinyRuns, command: Callable[..., Any], keys: dict[str, Any], why: str
+) -> None:
+    path = runs.folder / "refused.yaml"
+    whole = runs.recipe("refused").model_dump(mode="json", by_alias=True) | keys
+    path.write_text(json.dumps(whole), encoding="utf-8")
+    said = command("train", path)
+    assert said.code == 1 and why in said.err, said.err

@@ -25,7 +25,7 @@ def examples_of(data: DataConfig, tokenizer: Any, key: str = "data") -> Iterator
     """The examples of a data set in order, each once however often it is there."""
     seen: set[bytes] = set()
     for number, config in enumerate(data.sources):
-        source = Source(config, f"{key}.sources[{number}]", seed=0, shuffle=False, further=data.columns)
+        source = Source(config, f"{key}.sources[{number}]", seed=0, shuffle=False, further=data.read_columns)
         make = example_maker(data, config, source.key, tokenizer)
         for record, where, _ in source.records(0):
             for example in make(record, where):

@@ -76,7 +76,13 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _whole(self) -> Recipe:
         """Every rule between sections that is broken, one line each."""
-        found = (self._conflicts(), self._model_conflicts(), self._rollout_conflicts(), self._incompatible())
+        found = (
+            self._conflicts(),
+            self._model_conflicts(),
+            self._chat_conflicts(),
+            self._rollout_conflicts(),
+            self._incompatible(),
+        )
         if broken := list(dict.fromkeys(reason for some in found for reason in some)):
             raise ValueError("\n".join(broken))
         return self
@@ -118,6 +124,18 @@ class Recipe(Section):
                 "student.lora.use_dora: the lengths of rows that tensor parallelism cuts are not known on one rank: set "
                 "parallel.tp to 1"
             )
+
+    def _chat_conflicts(self) -> Iterator[str]:
+        if any(source.messages for source in self.data.sources):
+            return
+        if self.rollouts.turn != "last":
+            yield "rollouts.turn goes with chats (data.sources[].messages), and no source has any: leave it out"
+        for index, teacher in enumerate(self.teachers):
+            if teacher.system is not None or teacher.chat_template_kwargs is not None:
+                yield (
+                    f"teachers[{index}].system and chat_template_kwargs go with chats (data.sources[].messages), and no source "
+                    "has any: leave them out, or use context_column"
+                )
 
     def _rollout_conflicts(self) -> Iterator[str]:
         rollouts, longest = self.rollouts, self.rollouts.sampling.longest

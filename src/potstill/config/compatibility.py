@@ -30,7 +30,9 @@ class Combination:
     imported: bool = False  # a cache of another system's files
     temperatures: tuple[float, ...] = (1.0,)  # at which a cache can be read
     tokenizer: Literal["same", "other"] | None = "same"  # None: not compared yet
-    context_column: bool = False
+    context_column: bool = (
+        False  # or a system message or chat_template_kwargs of its own: another prompt than the student's
+    )
     method: str = "prefix_marginal"  # of a teacher that does not read the student's own tokens
     divergence: str = "forward_kl"
     temperature: float | Literal["moving"] = 1.0
@@ -89,7 +91,7 @@ class Combination:
             made = replace(made, cp=parallel.cp, tp=parallel.tp, ep=parallel.ep)
         if teacher is None:
             return made
-        context, method = teacher.context_column is not None, teacher.cross_tokenizer.method
+        context, method = teacher.own_prompt, teacher.cross_tokenizer.method
         made = replace(made, method=method, context_column=context, filter=bool(teacher.filter))
         made = replace(made, placement=teacher.placement, own_ranks=teacher.ranks > 0, teacher_tp=teacher.tp)
         made = replace(made, server=None if teacher.server is None else "unknown")
@@ -238,7 +240,7 @@ RULES = (
         "rollouts.teacher_fraction",
         lambda c: c.writes and c.context_column,
         "the first teacher has a prompt of its own, which what it writes would not be an answer to: leave "
-        "teachers[0].context_column out",
+        "teachers[0].context_column, system and chat_template_kwargs out",
     ),
     Rule(
         "rollouts.teacher_fraction",
@@ -301,7 +303,7 @@ RULES = (
     Rule(
         "teacher",
         lambda c: c.context_column and c.holder == "cache",
-        "context_column goes without cache: a cache holds what the teacher says without it",
+        "context_column, system and chat_template_kwargs go without cache: a cache holds what the teacher says without them",
     ),
     Rule(
         "signal",

@@ -58,6 +58,16 @@ class SourceConfig(Section):
         return "messages" if self.messages else "completion" if self.prompt else "text"
 
 
+class SuperviseConfig(Section):
+    """Which messages of a chat are learnt. A tool's results never are."""
+
+    roles: Annotated[list[Literal["assistant", "user", "system"]], Field(min_length=1)] = key(
+        ["assistant"], "whose messages"
+    )
+    turns: Literal["all", "last"] = key("all", "all of them, or the last alone")
+    column: str | None = key(None, "column with a list of true and false, one per message: only those with true")
+
+
 class DataConfig(Section):
     """Text to train or evaluate on."""
 
@@ -78,6 +88,9 @@ class DataConfig(Section):
         "examples shuffled together; sources without weights are read one after another, so that those larger than "
         "this hardly mix",
     )
+    supervise: Literal["all", "last"] | SuperviseConfig = key(
+        "all", "of chats: every assistant turn, the last one alone, or the messages that a section says"
+    )
     append_eos: bool = key(True, "end documents and completions with the tokenizer's eos")
     columns: list[str] = key(
         [], "further columns (texts, numbers, lists of numbers) to read; those that other keys name are read anyway"
@@ -90,6 +103,23 @@ class DataConfig(Section):
     def cut_bytes(self) -> int:
         """The size of pieces of plain texts, where nothing was measured either."""
         return self.piece_bytes or 4096
+
+    @property
+    def supervised(self) -> SuperviseConfig:
+        """`supervise` as a section."""
+        return SuperviseConfig(turns=self.supervise) if isinstance(self.supervise, str) else self.supervise
+
+    @property
+    def read_columns(self) -> list[str]:
+        """Besides those that make the text."""
+        column = self.supervised.column
+        return list(dict.fromkeys([*self.columns, *([] if column is None else [column])]))
+
+    @model_validator(mode="after")
+    def _chats(self) -> DataConfig:
+        if self.supervise != "all" and not any(source.messages for source in self.sources):
+            raise ValueError("supervise goes with messages, and no source has any: leave it out")
+        return self
 
     @model_validator(mode="after")
     def _mixture(self) -> DataConfig:

@@ -223,6 +223,12 @@ class TeacherConfig(Section):
         "column with what it reads in place of the student's prompt: before a plain text, or as the system message of"
         " a chat (a hint that the student does not get; without `cache`)",
     )
+    system: str | None = key(
+        None, "of chats: its system message, in place of the student's (without `cache` and `context_column`)"
+    )
+    chat_template_kwargs: dict[str, Any] | None = key(
+        None, "of chats: arguments of its chat template, over those of `data.sources` (without `cache`)"
+    )
     placement: Literal["replicate", "shard", "offload"] = key(
         "replicate",
         "where its weights are: whole on every rank of the student's; sharded over them (FSDP2); or sharded and kept in the "
@@ -258,6 +264,8 @@ class TeacherConfig(Section):
         self._own(given)
         if "model" in given and "server" in given:
             raise ValueError("give model or server, not both: they would be two teachers")
+        if self.system is not None and self.context_column is not None:
+            raise ValueError("give system or context_column, not both: either is its system message")
         if "source" in given and len(given) > 1:
             raise ValueError("source goes without model, server and cache")
         if self.on_missing == "skip" and {"model", "server"} & set(given):
@@ -279,7 +287,7 @@ class TeacherConfig(Section):
             return
         if len(given) > 1:
             raise ValueError(f"student goes without {next(name for name in given if name != 'student')}")
-        if self.student == "live" and self.adapter and self.context_column is None:
+        if self.student == "live" and self.adapter and not self.own_prompt:
             raise ValueError(
                 "student: live would say what the student says: give it a context_column, or take ema or frozen"
             )
@@ -320,6 +328,11 @@ class TeacherConfig(Section):
                 "with a cache beside the server, store says what is asked for and kept: remove remote.kind and remote.k, and "
                 "write them as store.kind and store.k"
             )
+
+    @property
+    def own_prompt(self) -> bool:
+        """Whether it reads another text than the student, whatever the tokenizers."""
+        return self.context_column is not None or self.system is not None or self.chat_template_kwargs is not None
 
     @property
     def copies(self) -> bool:

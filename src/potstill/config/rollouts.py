@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -98,6 +98,11 @@ class RolloutsConfig(Section):
         "optimizer steps that may lie between the weights that wrote a text and those it trains; from 2 × "
         "steps_per_generation − 1 on, the next texts are written while the present ones train",
         ge=0,
+    )
+    turn: Literal["last", "random", "all"] = key(
+        "last",
+        "of a chat, the assistant turn that is written, after the data set's own turns before it: the last; one of those that "
+        "are supervised, drawn for each prompt; or each of them, as a prompt of its own",
     )
     prompt_tokens: Positive = key(32, "of a plain text: how many of its first tokens are the prompt")
     engine: EngineConfig = EngineConfig()

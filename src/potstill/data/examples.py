@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from potstill.config import DataConfig, SourceConfig
+from potstill.config.data import SuperviseConfig
 from potstill.text.chat import ChatRenderer, read_messages, read_tools
 from potstill.types import Example, PotstillError
 
@@ -71,15 +73,18 @@ def cut_text(text: str, most: int) -> list[str]:
     return pieces
 
 
-def example_maker(data: DataConfig, source: SourceConfig, key: str, tokenizer: Any) -> MakeExamples:
+def example_maker(
+    data: DataConfig, source: SourceConfig, key: str, tokenizer: Any, each_turn: bool = False
+) -> MakeExamples:
     """The function that turns a record of `source` into examples. One without text is the trace of a record that gave none,
-    so that it is counted."""
+    so that it is counted. `each_turn`: every supervised turn of a chat is an example of its own, with what comes before it."""
     renderer = ChatRenderer(tokenizer, source.chat_template_kwargs, key) if source.kind == "messages" else None
 
     def make(record: Record, where: str) -> Iterator[Example]:
         columns = {column: _column(record, column, where) for column in data.columns}
         if renderer is not None:
-            made = _of_chat(record, where, source, renderer)
+            made = _of_chat(record, where, source, renderer, data.supervised)
+            made = chain.from_iterable(_by_turns(one, renderer, where) for one in made) if each_turn else made
         elif source.kind == "completion":
             made = _of_completion(record, where, source)
         else:
@@ -109,7 +114,9 @@ def _of_completion(record: Record, where: str, source: SourceConfig) -> Iterator
         yield Example(key, text, spans=((len(prompt), len(text)),))
 
 
-def _of_chat(record: Record, where: str, source: SourceConfig, renderer: ChatRenderer) -> Iterator[Example]:
+def _of_chat(
+    record: Record, where: str, source: SourceConfig, renderer: ChatRenderer, supervise: SuperviseConfig
+) -> Iterator[Example]:
     assert source.messages is not None
     messages = read_messages(record[source.messages], f"{where}, column {source.messages}")
     tools = read_tools(record[source.tools], f"{where}, column {source.tools}") if source.tools else None
@@ -119,9 +126,9 @@ def _of_chat(record: Record, where: str, source: SourceConfig, renderer: ChatRen
         raise PotstillError(f"{where}, column {source.messages} {_NOT_UNICODE}") from error
     if uniform(key) >= source.fraction:
         return
-    texts = renderer.render(messages, tools, where)
+    texts = renderer.render(messages, tools, where, _supervised(messages, supervise, record, where))
     if not texts:
-        yield Example(key, "", messages=messages, tools=tools)  # it may still be answered
+        yield Example(key, "", messages=messages, tools=tools, turns=())  # it may still be answered
     for number, rendered in enumerate(texts):
         split = len(rendered.messages) < len(messages)
         if split:  # the same messages may stand as a conversation of their own, with other turns supervised
@@ -134,7 +141,44 @@ def _of_chat(record: Record, where: str, source: SourceConfig, renderer: ChatRen
             split=split,
             messages=rendered.messages,
             tools=tools,
+            turns=rendered.turns,
         )
+
+
+def _supervised(messages: Sequence[Record], supervise: SuperviseConfig, record: Record, where: str) -> list[int]:
+    """The messages that are learnt."""
+    mask = [True] * len(messages)
+    if supervise.column is not None:
+        mask = record[supervise.column]
+        if not isinstance(mask, list) or len(mask) != len(messages) or any(type(m) is not bool for m in mask):
+            raise PotstillError(
+                f"{where}: column {supervise.column} (data.supervise.column) is not a list of true and false, one for each of "
+                f"the {len(messages)} messages"
+            )
+    chosen = [i for i, m in enumerate(messages) if m["role"] in supervise.roles and mask[i]]
+    return chosen[-1:] if supervise.turns == "last" else chosen
+
+
+def _by_turns(example: Example, renderer: ChatRenderer, where: str) -> Iterator[Example]:
+    """A chat as one example per assistant turn that is learnt in it, with what comes before that turn; and as it is where its
+    last message is still to be answered."""
+    messages, first = example.messages or (), example.first
+    asked = [i for i in example.turns or () if messages[i]["role"] == "assistant"]
+    for i in asked:
+        (text,) = renderer.render(messages[: i + 1], example.tools, where, [i])
+        key = json_key({"messages": text.messages, "tools": example.tools, "turns": text.turns})
+        yield replace(
+            example,
+            key=key,
+            text=text.text,
+            spans=text.spans,
+            messages=text.messages,
+            turns=text.turns,
+            first=first,
+        )
+        first = False
+    if not asked or (not example.split and messages[-1]["role"] != "assistant"):
+        yield replace(example, text="", spans=None, turns=(), first=first)
 
 
 _NOT_UNICODE = "holds half of a surrogate pair, which is no character; repair the text"

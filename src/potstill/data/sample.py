@@ -125,7 +125,9 @@ def _of_source(
     # Which pieces `fraction` keeps depends on their size, which may be what is asked for.
     maker = example_maker(data, config.model_copy(update={"fraction": 1.0}), key, tokenizer)
     records, read = [], 0
-    for record, where, _ in islice(Source(config, key, seed=0, shuffle=False, further=data.columns).records(0), READ):
+    for record, where, _ in islice(
+        Source(config, key, seed=0, shuffle=False, further=data.read_columns).records(0), READ
+    ):
         records.append((record, where))
         read += sum(len(value) for value in record.values() if isinstance(value, str))
         if read > READ_CHARACTERS:

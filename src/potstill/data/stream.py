@@ -157,11 +157,12 @@ def open_stream(
     state: State | None,
     key: str = "data",
     changed_data_ok: bool = False,
+    each_turn: bool = False,
 ) -> tuple[Stream, list[str | None]]:
     """The sources of `data` as one stream, from where `state` (its `start`, with the sources' `fingerprints`) says; and their
-    fingerprints now."""
+    fingerprints now. `each_turn`: every turn of a chat is an example of its own."""
     sources = [
-        Source(config, f"{key}.sources[{index}]", seed=seed, shuffle=data.shuffle, further=data.columns)
+        Source(config, f"{key}.sources[{index}]", seed=seed, shuffle=data.shuffle, further=data.read_columns)
         for index, config in enumerate(data.sources)
     ]
     weights = [source.weight for source in data.sources if source.weight is not None]
@@ -174,7 +175,7 @@ def open_stream(
             f"{key}.sources: the saved state is of {len(positions)} sources, the recipe has {len(sources)}"
         )
     cursors = [
-        Cursor(source, example_maker(data, source.config, source.key, tokenizer), position)
+        Cursor(source, example_maker(data, source.config, source.key, tokenizer, each_turn), position)
         for source, position in zip(sources, positions, strict=True)
     ]
     mixture = Mixture(cursors, weights, seed=seed, epochs=epochs, state=start["mixture"])

@@ -142,7 +142,8 @@ def behind_server(
     kind = "hidden" if origin.server.api == "potstill" and (exact or config.remote.kind != "top_k") else "top_k"
     remote = config.remote.model_copy(update={"kind": kind})
     # Held-out text has no columns: the teacher is asked about all of it, without a prompt of its own.
-    asked = config.model_copy(update={"remote": remote, "filter": {}, "context_column": None})
+    own = {"context_column": None, "system": None, "chat_template_kwargs": None}
+    asked = config.model_copy(update={"remote": remote, "filter": {}, **own})
     opening = Opening(asked, student, data, LossConfig(), student.model.device, where)
     return Reference(open_served(opening, origin).teacher, away=True)
 

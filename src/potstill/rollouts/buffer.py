@@ -51,7 +51,14 @@ EMPTY_GENERATIONS = 16  # in a row, after which a run gives up
 WRITTEN_COUNTS = (
     "cut_prompts", "cut_prompt_tokens", "written_examples", "written_tokens", "empty_answers", "unknown_ids",
 )  # fmt: skip
-DECIDING = ("num_generations", "steps_per_generation", "on_policy_fraction", "teacher_fraction", "prompt_tokens")
+DECIDING = (
+    "num_generations",
+    "steps_per_generation",
+    "on_policy_fraction",
+    "teacher_fraction",
+    "prompt_tokens",
+    "turn",
+)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from potstill.config import DataConfig, RolloutsConfig
 from potstill.data import Encoder, State, generator, open_stream
 from potstill.data.stream import Place
-from potstill.rollouts.prompts import Prompt, Prompter
+from potstill.rollouts.prompts import Prompt, Prompter, with_turn
 from potstill.types import Example, PotstillError
 
 Kind = Literal["student", "teacher", "data"]
@@ -61,7 +61,13 @@ class PromptBatches:
         self._rollouts, self._seed, self._groups = rollouts, seed, groups
         self._encode, self._prompters = encode, prompters
         self._stream, self._fingerprints = open_stream(
-            data, tokenizer, seed=seed, epochs=epochs, state=state, changed_data_ok=changed_data_ok
+            data,
+            tokenizer,
+            seed=seed,
+            epochs=epochs,
+            state=state,
+            changed_data_ok=changed_data_ok,
+            each_turn=rollouts.turn == "all",
         )
         self._number: int = 0 if state is None else state["group"]
         self._before = state
@@ -122,6 +128,8 @@ class PromptBatches:
         return encoded.example
 
     def _prompt(self, kind: Kind, raw: Example, counts: Counter[str]) -> Prompt | None:
+        if self._rollouts.turn == "random":
+            raw = with_turn(raw, int(generator(self._seed, 7, self._number).integers(2**31)))
         prompt = self._prompters[kind](raw)
         if prompt is not None:
             counts["cut_prompts"] += prompt.cut > 0

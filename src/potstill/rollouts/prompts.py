@@ -39,6 +39,16 @@ class Prompt:
     messages: Sequence[Mapping[str, Any]] | None  # of a chat: what is answered
 
 
+def with_turn(example: Example, number: int) -> Example:
+    """A chat that ends with one of the assistant turns that are learnt in it, or as it is where its last message is still to be
+    answered; which of these, by a number that is drawn anew for each prompt."""
+    messages = example.messages or ()
+    ends = [i + 1 for i in example.turns or () if messages[i]["role"] == "assistant"]
+    if messages and messages[-1]["role"] != "assistant" and not example.split:
+        ends.append(len(messages))
+    return replace(example, messages=messages[: ends[number % len(ends)]]) if ends else example
+
+
 class Prompter:
     """Examples of a data set as prompts of at most `most` tokens. Of a plain text the first `prompt_tokens` are the prompt."""
 
@@ -56,7 +66,7 @@ class Prompter:
         """None: there is nothing to go on from."""
         messages = example.messages
         if messages is not None:
-            asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # a chosen turn is the last
             if not asked:
                 return None
             return self._whole(example, self._renderer.prompt(asked, example.tools, example.source), asked)
@@ -143,6 +153,7 @@ class Answers:
             supervised=supervised,
             supervised_bytes=len(data),
             messages=None if messages is None else [*messages, {"role": "assistant", "content": answer}],
+            turns=None if messages is None else (len(messages),),
             spans=((len(prompt.text), len(text)),),
             ends=np.cumsum(sizes, dtype=np.int64),
             source=f"{prompt.example.source}, answered by the {writer}",
@@ -181,10 +192,13 @@ class Answers:
         messages = [*(prompt.messages or ()), {"role": "assistant", "content": answer}]
         tools = prompt.example.tools
         example = replace(
-            prompt.example, key=json_key({"messages": messages, "tools": tools, "written": True}), messages=messages
+            prompt.example,
+            key=json_key({"messages": messages, "tools": tools, "written": True}),
+            messages=messages,
+            turns=(len(messages) - 1,),
         )
         try:
-            rendered = self._renderer.render(messages, tools, example.source)[0]
+            rendered = self._renderer.render(messages, tools, example.source, example.turns)[0]
         except PotstillError:  # a teacher may write what no template can show
             return self._read(replace(example, text=""))
         begin, end = rendered.spans[-1]

@@ -97,7 +97,7 @@ class Opening:
                 "start them with torchrun, or leave ranks out"
             )
         rows = None
-        if here.tp.size > 1 and not cached and config.context_column is None:
+        if here.tp.size > 1 and not cached and not config.own_prompt:
             tokenizer = load_tokenizer(config.name, f"{self.where}.model", config.revision, config.trust_remote_code)
             if difference(self.student.tokenizer, tokenizer) is None:
                 rows = self.student.model.get_output_embeddings().weight.shape[0]
@@ -109,7 +109,9 @@ class Opening:
         return cross_tokenizer_view(self.student, tokenizer, vocabulary, cross_tokenizer, self.temperature)
 
     def reader(self, tokenizer: Any, positions: int | None) -> TeacherReader:
-        return TeacherReader(tokenizer, positions, chat_kwargs(self.data), self.config.context_column)
+        config = self.config
+        kwargs = chat_kwargs(self.data) | (config.chat_template_kwargs or {})
+        return TeacherReader(tokenizer, positions, kwargs, config.context_column, config.system)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def open_loaded(opening: Opening, model: LanguageModel) -> Opened:
     config, student = opening.config, opening.student
     reason = difference(student.tokenizer, model.tokenizer)
     opening.check(reason)
-    if reason is None and config.context_column is None:
+    if reason is None and not config.own_prompt:
         source = LiveModel(model, shared_ids(student, model, opening.where))
         return Opened(opening.teacher(source, SameTokenizerView()), model)
     view, width = opening.cross_view(model.tokenizer, model.vocabulary)
@@ -144,7 +146,7 @@ def open_served(opening: Opening, origin: RemoteOrigin | None = None) -> Opened:
     origin = origin or open_server(config, opening.where)
     reason = difference(student.tokenizer, origin.tokenizer)
     opening.check(reason, origin)
-    if reason is not None or config.context_column is not None:
+    if reason is not None or config.own_prompt:
         form = server_form(config, origin, origin.server.vocabulary, 1.0)
         across, width = opening.cross_view(origin.tokenizer, form.vocabulary)
         reader = opening.reader(origin.tokenizer, origin.positions)

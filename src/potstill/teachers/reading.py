@@ -14,13 +14,20 @@ NOTHING = Example("", "")
 
 
 class TeacherReader:
-    """`context_column`: the column with what the teacher reads first, and the student does not."""
+    """`context_column`: the column with what the teacher reads first, and the student does not. `system`: its system message of
+    every chat."""
 
     def __init__(
-        self, tokenizer: Any, positions: int | None, kwargs: Mapping[str, Any], context_column: str | None = None
+        self,
+        tokenizer: Any,
+        positions: int | None,
+        kwargs: Mapping[str, Any],
+        context_column: str | None = None,
+        system: str | None = None,
     ) -> None:
         self._text = TeacherText(tokenizer, positions)
-        self._tokenizer, self._kwargs, self._column = tokenizer, kwargs, context_column
+        self._tokenizer, self._kwargs = tokenizer, kwargs
+        self._column, self._system = context_column, system
         self._renderer: ChatRenderer | None = None
 
     def __call__(self, examples: Sequence[Example]) -> list[Example]:
@@ -31,7 +38,7 @@ class TeacherReader:
         """The example with the text that the teacher reads."""
         context = None if self._column is None else example.columns[self._column]
         if example.messages is not None:
-            return self._conversation(example, context)
+            return self._conversation(example, self._system if context is None else context)
         if context is None:
             return example
         # In place of the prompt that the student reads, where there is one.
@@ -44,14 +51,15 @@ class TeacherReader:
         if context is not None:
             others = messages[1:] if messages[0]["role"] == "system" else messages
             messages = [{"role": "system", "content": context}, *others]
+        # The same turns as the student learns; with one more message before them, or not.
+        more = len(messages) - len(example.messages or ())
+        turns = None if example.turns is None else [i + more for i in example.turns]
         if self._renderer is None:
             self._renderer = ChatRenderer(self._tokenizer, self._kwargs, "teachers")
         try:
-            rendered, *_ = self._renderer.render(messages, example.tools, example.source)
+            rendered, *_ = self._renderer.render(messages, example.tools, example.source, turns)
         except PotstillError:
             if example.writer is None:
                 raise
             return replace(example, text="")  # the student may write what no template can show
-        # Of a conversation whose last turn was written, only that turn is learnt.
-        spans = rendered.spans if example.writer is None else rendered.spans[-1:]
-        return replace(example, text=rendered.text, spans=spans)
+        return replace(example, text=rendered.text, spans=rendered.spans)

@@ -53,9 +53,18 @@ class ChatRenderer:
         self._templates: dict[str, BoundedTemplate] = {}
         self._specials = tuple(str(t) for t in tokenizer.added_tokens_decoder.values() if t.special)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> list[Rendered]:
-        """The texts of a conversation, the whole of it first; none when there is no assistant turn."""
-        texts = self._first_accepted(messages, where, lambda spelled: self._texts(spelled, tools, where))
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        where: str,
+        turns: Sequence[int] | None = None,
+    ) -> list[Rendered]:
+        """The texts of a conversation, the whole of it first; none when nothing is supervised. `turns`: the messages that are,
+        in order; None: every assistant turn."""
+        if turns is None:
+            turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        texts = self._first_accepted(messages, where, lambda spelled: self._texts(spelled, tools, where, turns))
         # The messages stay as they were given: they are what keys are made of.
         return [replace(text, messages=messages[: len(text.messages)]) for text in texts]
 
@@ -91,8 +100,9 @@ class ChatRenderer:
             end = at = at - len(mark)
         return end
 
-    def _texts(self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str) -> list[Rendered]:
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    def _texts(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str, turns: Sequence[int]
+    ) -> list[Rendered]:
         if not turns:
             return []
         whole = self._apply(messages, tools, where)
@@ -116,7 +126,9 @@ class ChatRenderer:
         self, messages: Sequence[Message], i: int, full: str, tools: Sequence[Any] | None, where: str
     ) -> tuple[int, int]:
         """Where turn `i` begins and ends in `full`, the text of the conversation up to and with it."""
-        if i == 0:
+        if messages[i]["role"] != "assistant":
+            begin = self._content(messages, i, full, tools, where)
+        elif i == 0:
             begin = self._opening(full, messages[0], tools, where)
         else:
             prompt = self._apply(messages[:i], tools, where, add_generation_prompt=True)
@@ -126,6 +138,22 @@ class ChatRenderer:
         # The line break many templates write after the end of a turn is the template's, not the model's.
         bare = full.rstrip()
         return begin, len(bare) if len(bare) > begin and bare.endswith(self._specials) else len(full)
+
+    def _content(self, messages: Sequence[Message], i: int, full: str, tools: Sequence[Any] | None, where: str) -> int:
+        """Where the words of a message begin that is not the assistant's: no prompt says where its header ends."""
+        before = self._apply(messages[:i], tools, where) if i else ""
+        content = messages[i]["content"]
+        at = (
+            full.find(content.strip(), len(before) if full.startswith(before) else 0)
+            if isinstance(content, str)
+            else -1
+        )
+        if at < 0:
+            raise PotstillError(
+                f"{where}: message {i + 1} ({messages[i]['role']}) is to be learnt (data.supervise), and its words are not "
+                "in what the chat template makes of it: leave its role out"
+            )
+        return at
 
     def _after_header(
         self, before: Sequence[Message], full: str, prompt: str, tools: Sequence[Any] | None, where: str

@@ -53,7 +53,7 @@ def test_equal_to_the_naive_twin(clip: float | None, weights: TokenWeightsConfig
     found = [weigh(one, np.ones(len(one.ids)), weights) for one in examples([17, 9, 24], seed=3)]
     batch, knobs = batch_of([found[0], found[1]], found[2]), replace(KNOBS, token_clip=clip)
     module = StudentLoss(student)
-    target = live_teacher(teacher, shared_ids(student, teacher), "teacher").targets(batch)
+    target = live_teacher(teacher, shared_ids(student, teacher, "teacher"), "teacher").targets(batch)
     loss, sums = module(batch, [(1.0, target)], batch.supervised_tokens, knobs)
     loss.backward()
     ours = {name: p.grad.clone() for name, p in module.named_parameters()}

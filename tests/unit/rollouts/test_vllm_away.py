@@ -204,8 +204,8 @@ def test_a_folder_is_shared_without_touching_what_others_have_there(
 
 def test_requests_say_everything() -> None:
     sampling = SamplingConfig(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, stop=["x"], max_new_tokens=9)
-    said = request(sampling, [1, 2], 2**64 - 1)
-    assert said["seed"] == 2**63 - 1 and request(sampling, [], 7)["seed"] == 7
+    said = request(sampling, [1, 2], 2**64 - 1, 9)
+    assert said["seed"] == 2**63 - 1 and request(sampling, [], 7, 9)["seed"] == 7
     assert (said["top_k"], said["top_p"], said["min_p"], said["temperature"]) == (3, 0.9, 0.1, 0.5)
     assert (said["stop"], said["stop_token_ids"], said["max_tokens"]) == (["x"], [1, 2], 9)
 

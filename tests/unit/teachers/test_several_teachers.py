@@ -403,6 +403,52 @@ def test_a_system_message_of_the_teachers_own(models, student, tmp_path):
     assert StudentLoss(student)(batch, targets, 1.0, KD)[0].item() > 0
 
 
+def test_a_system_message_and_a_template_for_one_teacher(models, student, tmp_path):
+    """Of three turns the student learns the last; the teacher reads another system message in place of the record's, and its
+    template is told something of its own. Value and gradient are those of a twin that reads both texts whole."""
+    chats = [
+        [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": "Begin."},
+            {"role": "assistant", "content": "I begin."},
+            {"role": "user", "content": "Say it."},
+            {"role": "assistant", "content": r["text"]},
+        ]
+        for r in RECORDS
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps({"chat": chat}) for chat in chats))
+    own = {"model": models[0], "system": "Think long.", "chat_template_kwargs": {"never": "read"}}
+    checked = [TeacherConfig.model_validate(own)]
+    sources = [{"files": str(file), "messages": "chat"}]
+    data = DataConfig.model_validate({"sources": sources, "max_length": 128, "supervise": "last"})
+    (teacher,) = open_teachers(checked, student, data, LossConfig(), CPU).teachers
+    module = StudentLoss(student)
+    module.zero_grad()
+    found, pairs = 0.0, []
+    for batch in batches_of(data, student):
+        made = teacher.prepare(batch)
+        loss = module(batch, [(1.0, teacher.targets(batch, made))], 1.0, KD)[0]
+        loss.backward()
+        found += loss.item()
+        for ours, theirs in zip(batch.examples, made.reading.examples, strict=True):
+            assert "Be short." in ours.text and "Think long." in theirs.text and "Be short." not in theirs.text
+            assert len(ours.spans) == len(theirs.spans) == 1
+            answer = ours.ids[ours.supervised].tolist()
+            assert theirs.ids[theirs.supervised].tolist() == answer
+            pairs.append((*(x.ids[: x.supervised.argmax()].tolist() for x in (ours, theirs)), answer))
+    gradient = {name: p.grad.clone() for name, p in module.named_parameters()}
+    assert found == pytest.approx(forward_kl(student, models[0], pairs), rel=5e-5)
+    module.zero_grad()
+    reference = load_teacher(TeacherConfig(model=models[0]), CPU, "teachers[0]")
+    for ours, theirs, answer in pairs:
+        q = student.model(torch.tensor([[*ours, *answer]])).logits[0, len(ours) - 1 : -1].log_softmax(-1)
+        with torch.no_grad():
+            p = reference.model(torch.tensor([[*theirs, *answer]])).logits[0, len(theirs) - 1 : -1].log_softmax(-1)
+        (p.exp() * (p - q)).sum().backward()
+    assert relative(gradient, {name: p.grad for name, p in module.named_parameters()}) < 1e-4
+
+
 # --- from a recipe, and what is refused
 
 
