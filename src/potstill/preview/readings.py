@@ -9,14 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
-from potstill.cache.reading import chat_kwargs
 from potstill.config import DataConfig, Recipe, TeacherConfig
 from potstill.data import Encoder, Source, example_maker, with_pieces
 from potstill.dry_run import FirstStep, at_first_step
 from potstill.models import difference, load_student_tokenizer
 from potstill.report.alignment import shown_tokens
 from potstill.teachers.open import as_teachers_need, teacher_tokenizer
-from potstill.teachers.reading import TeacherReader
+from potstill.teachers.reading import reader_of
 from potstill.teachers.teacher import teaches
 from potstill.text import TokenTable
 from potstill.types import Example
@@ -55,11 +54,12 @@ class Shown:
 def preview(recipe: Recipe, records: int, console: Console) -> list[Shown]:
     """Some records of each source in their order; where text is written, then as many of one generation."""
     tokenizer = load_student_tokenizer(recipe.student)
-    data = with_pieces(as_teachers_need(recipe.data, recipe.teachers), tokenizer)
+    data = with_pieces(as_teachers_need(recipe.with_columns().data, recipe.teachers), tokenizer)
     readers = [
         TeacherView(config, f"teachers[{index}]", tokenizer, data) for index, config in enumerate(recipe.teachers)
     ]
-    encode = Encoder(tokenizer, max_length=data.max_length, append_eos=data.append_eos)
+    weights = recipe.loss.token_weights
+    encode = Encoder(tokenizer, max_length=data.max_length, append_eos=data.append_eos, token_weights=weights)
     table = TokenTable.from_tokenizer(tokenizer)
     shown = []
     for raw in _first_examples(data, tokenizer, records):
@@ -76,7 +76,7 @@ def preview(recipe: Recipe, records: int, console: Console) -> list[Shown]:
 
 def _first_examples(data: DataConfig, tokenizer: Any, records: int) -> Iterator[Example]:
     for index, config in enumerate(data.sources):
-        source = Source(config, f"data.sources[{index}]", seed=0, shuffle=False, further=data.columns)
+        source = Source(config, f"data.sources[{index}]", seed=0, shuffle=False, further=data.read_columns)
         make = example_maker(data, config, source.key, tokenizer)
         found = (example for record, where, _ in source.records(0) for example in make(record, where))
         yield from islice(found, records)
@@ -117,9 +117,9 @@ class TeacherView:
         tokenizer = teacher_tokenizer(config, where, student)
         self._difference = difference(student, tokenizer)
         self._table: TokenTable | None = None
-        if self._difference is not None or config.context_column is not None:
+        if self._difference is not None or config.own_prompt:
             self._table = TokenTable.from_tokenizer(tokenizer)
-            self._reader = TeacherReader(tokenizer, None, chat_kwargs(data), config.context_column)
+            self._reader = reader_of(config, tokenizer, None, data)
 
     def __call__(self, example: Example) -> Reading:
         if not teaches(self._config.filter, example):

@@ -13,7 +13,7 @@ from potstill.cache.build import CacheWriter
 from potstill.cache.manifest import read_manifest, tokenizer_of
 from potstill.cache.origin import TeacherBackend
 from potstill.cache.reader import CacheReader
-from potstill.cache.reading import as_cached, chat_kwargs, weights_fingerprint
+from potstill.cache.reading import as_cached, weights_fingerprint
 from potstill.cache.store import Cache, check_beside
 from potstill.cache.together import origin_of
 from potstill.config import DataConfig, LossConfig, TeacherConfig
@@ -31,7 +31,7 @@ from potstill.teachers.cross_tokenizer import cross_tokenizer_view
 from potstill.teachers.live import LiveModel, live_teacher
 from potstill.teachers.placed import load_in_place, no_fingerprint
 from potstill.teachers.protocols import SignalSource, TokenizerView
-from potstill.teachers.reading import TeacherReader
+from potstill.teachers.reading import TeacherReader, reader_of
 from potstill.teachers.remote import RemoteOrigin, ServedSignal, StudentTopK, open_server, server_form
 from potstill.teachers.same_tokenizer import SameTokenizerView
 from potstill.teachers.stored import CachedSignal, check_cache, check_pieces
@@ -109,9 +109,7 @@ class Opening:
         return cross_tokenizer_view(self.student, tokenizer, vocabulary, cross_tokenizer, self.temperature)
 
     def reader(self, tokenizer: Any, positions: int | None) -> TeacherReader:
-        config = self.config
-        kwargs = chat_kwargs(self.data) | (config.chat_template_kwargs or {})
-        return TeacherReader(tokenizer, positions, kwargs, config.context_column, config.system)
+        return reader_of(self.config, tokenizer, positions, self.data)
 
 
 @dataclass(frozen=True)

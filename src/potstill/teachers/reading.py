@@ -6,11 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from potstill.cache.reading import TeacherText
+from potstill.cache.reading import TeacherText, chat_kwargs
+from potstill.config import DataConfig, TeacherConfig
 from potstill.text.chat import ChatRenderer
 from potstill.types import Example, PotstillError
 
 NOTHING = Example("", "")
+
+
+def reader_of(config: TeacherConfig, tokenizer: Any, positions: int | None, data: DataConfig) -> TeacherReader:
+    """As a recipe's teacher reads texts, in its own tokens."""
+    kwargs = chat_kwargs(data) | (config.chat_template_kwargs or {})
+    return TeacherReader(tokenizer, positions, kwargs, config.context_column, config.system)
 
 
 class TeacherReader:
