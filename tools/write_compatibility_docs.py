@@ -79,6 +79,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {},
         "`entropy_gate`": {"entropy_gate": True},
         "`dynamic_scaling`": {"dynamic_scaling": True},
+        "`rollouts.reward`": {"reward": True},
         "`token_clip`": {"token_clip": True},
         "`token_weights` with `decay` or `by_position`": {"uneven_weights": True},
     },

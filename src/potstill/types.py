@@ -62,6 +62,7 @@ class Example:
     writer: str | None = None  # "student" or "teacher", who wrote the supervised part; None: it is the data set's
     behaviour: npt.NDArray[np.float32] | None = None  # [L]; log-probability each was sampled with; 0 in the prompt
     version: int | None = None  # optimizer steps of the student that wrote it
+    advantage: float | None = None  # of an answer with a reward: what it is worth among the answers to its prompt
 
     @property
     def supervised_tokens(self) -> int:
@@ -78,6 +79,7 @@ class Rows:
     # [N]; log-probability with which the student wrote that token; NaN: it did not write it. None: it wrote none of them
     behaviour: Tensor | None = None
     weight: Tensor | None = None  # float32 [N]; what each counts in the loss; None: 1
+    advantage: Tensor | None = None  # float32 [N]; of the answers they stand in, by their rewards; None: there are none
 
     def to(self, device: torch.device) -> Rows:
         return _moved(self, device)

@@ -86,6 +86,11 @@ def trained(keys: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]
     return [json.loads(line)["loss"] for line in lines], weights
 
 
+def letters(prompt: str, completion: str, record: Mapping[str, Any]) -> float:
+    """A reward (`rollouts.reward`)."""
+    return float(len(completion))
+
+
 def apart(found: Any, alone: Any) -> tuple[float, float]:
     """The largest differences of losses and of weights."""
     losses = max(abs(a - b) for a, b in zip(found[0], alone[0], strict=True))

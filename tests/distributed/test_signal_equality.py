@@ -22,6 +22,11 @@ KINDS: dict[str, dict[str, Any]] = {
         | {"token_weights": {"by_position": [[0, 0.5], [2, 1.0]]}},
         "rollouts": OWN,
     },
+    # A function that every process has: how long the answer is.
+    "rewards": {
+        "loss": {"divergence": "policy_gradient_kl", "temperature": 1.0, "reward_weight": 0.5},
+        "rollouts": OWN | {"num_generations": 7, "reward": "equal_runs:letters"},
+    },
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,63 @@ def test_interrupted_run_ends_with_the_same_bits(runs: TinyRuns, command: Callab
     # Written ahead, a text has the horizon of the weights that wrote it.
     ahead = [2, 2, 3, 4, 5, 6, 7, 8] if kind == "policy gradient" else [2, 3, 4, 5, 6, 7, 8, 9]
     assert [step["rollout_horizon"] for step in steps] == ahead
+
+
+JUDGE = """
+def short(prompt, completion, record):
+    assert record["quality"] in "012" and prompt.startswith("The year")
+    return -float(len(completion))
+
+
+def broken(prompt, completion, record):
+    return 1 / 0
+"""
+REWARDED = {
+    "rollouts": OWN | {"num_generations": 4, "max_staleness": 1, "reward": "my_judge:short"},
+    "loss": {"divergence": "policy_gradient_kl", "reward_weight": 2.0},
+}
+
+
+def rewarded(runs: TinyRuns, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    (runs.folder / "my_judge.py").write_text(JUDGE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(runs.folder))
+    monkeypatch.delitem(sys.modules, "my_judge", raising=False)
+    keys = sections(runs.folder, "data") | REWARDED
+    return keys | {"data": keys["data"] | {"columns": ["quality"]}}
+
+
+def test_rewards_beside_distillation(
+    runs: TinyRuns, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = rewarded(runs, monkeypatch)
+    said = command("train", runs.file("whole", **keys))
+    assert said.code == 0, said.err
+    broken = runs.recipe("broken", **keys)
+    with pytest.raises(Interrupted):
+        potstill.train(broken, [InterruptAt(5)])
+    potstill.train(broken)
+    assert_same_run(runs.folder / "broken", runs.folder / "whole")
+    without = keys | {"rollouts": keys["rollouts"] | {"reward": None}}
+    command("train", runs.file("without", **without))
+    ours, plain = metrics(runs.folder / "whole"), metrics(runs.folder / "without")
+    assert all(step["reward_mean"] < 0 for step in ours) and "reward_mean" not in plain[0]
+    assert ours[0]["ce"] == plain[0]["ce"] and ours[0]["kd"] != plain[0]["kd"]  # the same texts, other advantages
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"reward": "my_judge:broken"}, "rollouts.reward: it failed for"),
+        ({"reward": "my_judge:none"}, "rollouts.reward: cannot load my_judge:none"),
+        ({"reward": "no_such_module:short"}, "rollouts.reward: cannot load no_such_module:short"),
+    ],
+)
+def test_a_reward_that_fails_is_told_in_a_sentence(
+    runs: TinyRuns, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], why: str
+) -> None:
+    keys = rewarded(runs, monkeypatch)
+    said = command("train", runs.file("run", **keys | {"rollouts": keys["rollouts"] | change}))
+    assert said.code == 1 and why in said.err and "Traceback" not in said.err, said.err
 
 
 def test_records_that_count_nothing_are_dropped_and_counted(runs: TinyRuns, command: Callable[..., Any]) -> None:

@@ -47,6 +47,7 @@ class Combination:
     writes: bool = False  # this teacher writes some of the text
     compared: bool = False  # eval.on_policy_samples: with no other teacher than this one
     greedy: bool = False  # text is written without sampling
+    reward: bool = False  # rollouts.reward
     ranks: int = 1  # processes of the run; before they are counted, 1
     cp: int = 1
     tp: int = 1
@@ -87,6 +88,7 @@ class Combination:
             greedy = rollouts.sampling.temperature == 0
             within = rollouts.engine.kind == "vllm" and not rollouts.engine.servers
             made = replace(made, text=text, writes=first and "teacher" in text, greedy=greedy, vllm_within=within)
+            made = replace(made, reward=rollouts.reward is not None)
         if parallel is not None:
             made = replace(made, cp=parallel.cp, tp=parallel.tp, ep=parallel.ep)
         if teacher is None:
@@ -229,6 +231,12 @@ RULES = (
         lambda c: c.policy_gradient and c.greedy,
         "policy_gradient_kl learns from tokens that were drawn, and rollouts.sampling.temperature 0 draws none: set it "
         "above 0",
+    ),
+    Rule(
+        "rollouts.reward",
+        lambda c: c.reward and not c.policy_gradient,
+        "a reward is an advantage of the tokens that the student drew, and loss.divergence: {divergence} has none: choose "
+        "policy_gradient_kl",
     ),
     Rule(
         "teacher",

@@ -105,6 +105,12 @@ class RolloutsConfig(Section):
         "are supervised, drawn for each prompt; or each of them, as a prompt of its own",
     )
     prompt_tokens: Positive = key(32, "of a plain text: how many of its first tokens are the prompt")
+    reward: str | None = key(
+        None,
+        "module:function, (prompt, completion, record) → number: its advantage among the answers to one prompt is added to "
+        "that of policy_gradient_kl; the module is one that is installed or on PYTHONPATH, and its code runs (SECURITY.md)",
+        pattern=r"^[\w.]+:\w+$",
+    )
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
 
@@ -121,6 +127,10 @@ class RolloutsConfig(Section):
                 f"steps_per_generation {self.steps_per_generation} trains on texts that are up to "
                 f"{self.steps_per_generation - 1} steps old, and max_staleness is {self.max_staleness}: set max_staleness to "
                 f"{self.steps_per_generation - 1}, or steps_per_generation to {self.max_staleness + 1}"
+            )
+        if self.reward is not None and self.num_generations < 2:
+            raise ValueError(
+                "reward compares the answers to one prompt with each other, and num_generations is 1: set it to 2 or more"
             )
         if self.sampling.temperature == 0 and self.num_generations > 1:
             raise ValueError(

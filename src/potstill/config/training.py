@@ -57,6 +57,9 @@ class LossConfig(Section):
     ratio_clip: float = key(
         2.0, "policy_gradient_kl: largest ratio of a token's probability now and when it was drawn", ge=1
     )
+    reward_weight: Scheduled = key(
+        1.0, "policy_gradient_kl with rollouts.reward: what a reward's advantage counts beside the divergence's"
+    )
     beta: float = key(0.5, "jsd: 0 is forward KL, 1 is reverse KL", ge=0, le=1)
     alpha: float = key(0.1, "skew of skew_kl and skew_reverse_kl", gt=0, lt=1)
     entropy_gate: float | None = key(
@@ -98,7 +101,7 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _ranges(self) -> LossConfig:
-        for name in ("temperature", "kd_weight", "ce_weight", "repeat_weight"):
+        for name in ("temperature", "kd_weight", "ce_weight", "repeat_weight", "reward_weight"):
             number = getattr(self, name)
             lowest = min(number.start, number.end) if isinstance(number, Schedule) else number
             if name == "temperature" and lowest <= 0:

@@ -85,12 +85,21 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int) -> Batch:
             labels=torch.from_numpy(np.concatenate(labels)),
             behaviour=torch.from_numpy(np.concatenate(behaviour)) if written else None,
             weight=torch.from_numpy(np.concatenate(weight)) if weighed else None,
+            advantage=_advantages(examples),
         ),
         supervised_tokens=len(positions),
         examples=tuple(examples),
         lengths=tuple(lengths) if packed else (),
         bounds=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)) if packed else None,
     )
+
+
+def _advantages(examples: Sequence[Example]) -> torch.Tensor | None:
+    """[N]; 0 for what has no reward."""
+    if all(example.advantage is None for example in examples):
+        return None
+    values = np.array([example.advantage or 0.0 for example in examples], dtype=np.float32)
+    return torch.from_numpy(np.repeat(values, [example.supervised_tokens for example in examples]))
 
 
 def without(batch: Batch, left_out: Sequence[int]) -> Batch:

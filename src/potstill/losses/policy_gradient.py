@@ -41,10 +41,11 @@ def policy_gradient_kl(
     discount: float = 0.0,
     ratio_clip: float = 2.0,
     token_clip: float | None = None,
+    reward: Tensor | None = None,
 ) -> Score:
     """`student` [N]: log Q. `teachers`: weights (a number, or one a row) and log P [N]; advantages are summed. `behaviour` [N]:
     log B, NaN where the student did not write the token. `lengths`: rows of each document, in order. `token_clip`: largest
-    size of a token's own advantage, before those of later ones are added."""
+    size of a token's own advantage, before those of later ones are added. `reward` [N]: is added, undiscounted."""
     own = ~behaviour.isnan()
     advantage = torch.zeros_like(student)
     for share, logprobs in teachers:
@@ -53,6 +54,8 @@ def policy_gradient_kl(
     if token_clip is not None:
         advantage = advantage.clamp(-token_clip, token_clip)
     advantage = _discounted(torch.where(own, advantage, 0.0), lengths, discount)
+    if reward is not None:
+        advantage = advantage + reward.to(advantage.dtype)
     advantage = torch.where(own, advantage, 0.0)
     ratio = (student - behaviour.to(student.dtype)).clamp(max=LARGEST_LOG_RATIO).exp()
     ratio = torch.where(own, ratio, 0.0)

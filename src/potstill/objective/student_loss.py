@@ -48,6 +48,7 @@ class LossSettings:
     ratio_clip: float = 2.0
     repeat_weight: float = 0.0
     token_clip: float | None = None
+    reward_weight: float = 1.0
 
 
 class StudentLoss(nn.Module):
@@ -81,7 +82,7 @@ class StudentLoss(nn.Module):
         if settings.divergence == "policy_gradient_kl":
             out, score = _policy_gradient(own, batch, targets, row_weight, settings)
         else:
-            others = ("discount", "ratio_clip", "repeat_weight")
+            others = ("discount", "ratio_clip", "repeat_weight", "reward_weight")
             options = {key: value for key, value in vars(settings).items() if key not in others} | {"row_values": False}
             out = _fused(own, batch, targets, row_weight, **options | {"ce_weight": _ce_weight(own, batch, settings)})
         if settings.repeat_weight:
@@ -148,6 +149,7 @@ def _policy_gradient(
         discount=settings.discount,
         ratio_clip=settings.ratio_clip,
         token_clip=settings.token_clip,
+        reward=None if batch.rows.advantage is None else settings.reward_weight * batch.rows.advantage,
     )
     out = _fused(own, batch, None, row_weight, ce_weight=plain + settings.kd_weight * score.weight)
     value = (row_weight * (settings.kd_weight * score.value + plain * out.ce)).sum()

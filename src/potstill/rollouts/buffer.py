@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from potstill.parallel.mesh import ranks
 from potstill.rollouts.engine import Completion, Engine, GenerationRequest
 from potstill.rollouts.prompt_batches import Kind, PromptBatch
 from potstill.rollouts.prompts import Answers
+from potstill.rollouts.rewards import advantages, open_reward, reward_of
 from potstill.rollouts.sampling import rollout_seed
 from potstill.rollouts.writing_ranks import ALONE, WritingRanks
 from potstill.transfer import CPU, handed_over
@@ -69,6 +71,9 @@ class Generation:
     written: Mapping[tuple[int, int], Completion]  # by group number and place in it
     version: int  # of the student that wrote
     seconds: float
+    rewards: Mapping[tuple[int, int], float] = field(
+        default_factory=dict
+    )  # of what the student wrote, where there are any
 
 
 Row = tuple[Example, Completion | None]  # None: from the data set
@@ -110,6 +115,7 @@ class Buffer:
         self._prompts, self._team = Prefetched(prompts, AHEAD), team
         self._writers, self._answers, self._rollouts, self._layout = writers, answers, rollouts, layout
         self._seed, self._version, self._last = seed, version, last
+        self._reward = None if rollouts.reward is None else open_reward(rollouts.reward)
         self._counts: Counter[str] = Counter(counts or {})
         self._saved, self._taken = list(saved), taken
         self._pool = ThreadPoolExecutor(1, "rollouts") if rollouts.overlaps else None
@@ -211,7 +217,32 @@ class Buffer:
             }
             if asked:
                 written.update(zip(asked, engine.generate(list(asked.values())), strict=True))
-        return prompts, Generation(asked_of(prompts), written, version, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        return prompts, Generation(asked_of(prompts), written, version, seconds, self._rewards(prompts, written))
+
+    def _rewards(
+        self, prompts: PromptBatch, written: Mapping[tuple[int, int], Completion]
+    ) -> dict[tuple[int, int], float]:
+        """Of what the student wrote. One rank asks, and tells the others: the function may not give all of them the same."""
+        reward, asked = (
+            self._reward,
+            {group.number: group.prompt for group in prompts.groups if group.kind == "student"},
+        )
+        if reward is None:
+            return {}
+
+        def judged() -> dict[tuple[int, int], float]:
+            if not self._team.first:
+                return {}
+            own = {
+                place: (prompt, text) for place, text in written.items() if (prompt := asked.get(place[0])) is not None
+            }
+            return {
+                place: reward_of(reward, prompt, self._answers.text(prompt, text))
+                for place, (prompt, text) in own.items()
+            }
+
+        return self._team.together(judged)[0]
 
     def _horizon(self, version: int) -> int:
         """Tokens of a text that these weights write, at most."""
@@ -246,6 +277,9 @@ class Buffer:
                 place = {"prompts": prompts.after, "taken": 0}
             version = self._version + len(steps)  # when it is trained on
             facts = _facts(some, generation, version)
+            if generation.rewards:
+                facts["reward_mean"] = float(np.mean(list(generation.rewards.values())))
+                facts["reward_std"] = float(np.std(list(generation.rewards.values())))
             if isinstance(self._rollouts.sampling.max_new_tokens, Schedule):
                 facts["rollout_horizon"] = self._horizon(generation.version)
             step = self._step_batch(some, prompts.epoch, place, facts)
@@ -258,9 +292,12 @@ class Buffer:
             if group.prompt is None:
                 yield from ((example, None) for example in group.examples)
                 continue
-            for i in range(self._rollouts.num_generations):
-                text = generation.written[group.number, i]
-                yield self._answers(group.prompt, text, group.kind, generation.version), text
+            texts = [generation.written[group.number, i] for i in range(self._rollouts.num_generations)]
+            examples = [self._answers(group.prompt, text, group.kind, generation.version) for text in texts]
+            if self._reward is not None and group.kind == "student":
+                worth = advantages([generation.rewards[group.number, i] for i in range(len(texts))])
+                examples = [replace(each, advantage=value) for each, value in zip(examples, worth, strict=True)]
+            yield from zip(examples, texts, strict=True)
 
     def _step_batch(self, rows: Sequence[Row], epoch: int, place: State, facts: Mapping[str, float]) -> StepBatch:
         examples, texts = [example for example, _ in rows], [text for _, text in rows if text is not None]
@@ -368,7 +405,9 @@ def as_file(generations: Sequence[Generation]) -> bytes:
     about_each = [{name: getattr(each, name) for name in ("asked", "version", "seconds")} for each in generations]
     places = [(number, *place) for number, each in enumerate(generations) for place in each.written]
     texts = [text for each in generations for text in each.written.values()]
+    rewards = [each.rewards.get(place, math.nan) for each in generations for place in each.written]
     arrays: dict[str, npt.NDArray[Any]] = {
+        "reward": np.array(rewards, dtype=np.float64),  # NaN: it has none
         "place": np.array(places, dtype=np.int64).reshape(-1, 3),  # generation, group and place in it
         "length": np.array([len(text.ids) for text in texts], dtype=np.int64),
         "end": np.array([ENDS.index(text.end) for text in texts], dtype=np.uint8),
@@ -385,10 +424,14 @@ def load_saved(folder: Path) -> list[Generation]:
         return []
     with safetensors.safe_open(path, "np") as file:
         about_each = json.loads((file.metadata() or {})["generations"])
-        place, length, end, ids, logprobs = map(file.get_tensor, ("place", "length", "end", "ids", "logprobs"))
+        names = ("place", "length", "end", "ids", "logprobs", "reward")
+        place, length, end, ids, logprobs, reward = map(file.get_tensor, names)
     written: list[dict[tuple[int, int], Completion]] = [{} for _ in about_each]
+    rewards: list[dict[tuple[int, int], float]] = [{} for _ in about_each]
     bounds = np.cumsum(length)[:-1]
-    texts = zip(place.tolist(), np.split(ids, bounds), np.split(logprobs, bounds), end, strict=False)
-    for (number, group, i), each, chances, code in texts:  # none at all: np.split gives one part even then
+    texts = zip(place.tolist(), np.split(ids, bounds), np.split(logprobs, bounds), end, reward, strict=False)
+    for (number, group, i), each, chances, code, value in texts:  # none at all: np.split gives one part even then
         written[number][group, i] = Completion(each, chances, ENDS[code])
-    return [Generation(written=texts, **known) for texts, known in zip(written, about_each, strict=True)]
+        rewards[number] |= {} if math.isnan(value) else {(group, i): float(value)}
+    found = zip(written, rewards, about_each, strict=True)
+    return [Generation(written=texts, rewards=worth, **known) for texts, worth, known in found]

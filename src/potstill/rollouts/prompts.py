@@ -163,15 +163,21 @@ class Answers:
         )
         return weigh(example, sizes, self._weights)
 
-    def _known(self, prompt: Prompt, written: Completion, table: TokenTable) -> tuple[Completion, bytes]:
+    def _known(
+        self, prompt: Prompt, written: Completion, table: TokenTable, counts: Counter[str] | None = None
+    ) -> tuple[Completion, bytes]:
         """Up to the first id that no token has (the padding of a head's rows, which some engines draw from too); and its text,
         from which no dummy prefix is taken off, for it stands after a prompt."""
         beyond = np.flatnonzero(written.ids >= len(table))
         if len(beyond):
-            self.counts["unknown_ids"] += 1
+            (self.counts if counts is None else counts)["unknown_ids"] += 1
             written = Completion(written.ids[: beyond[0]], written.logprobs[: beyond[0]], "length")
         before = table.text_bytes(prompt.ids.astype(np.int64))
         return written, table.text_bytes(np.concatenate([prompt.ids, written.ids]).astype(np.int64))[len(before) :]
+
+    def text(self, prompt: Prompt, written: Completion) -> str:
+        """What the student wrote."""
+        return self._known(prompt, written, self._table, Counter())[1].decode(errors="replace")
 
     def translated(self, prompt: Prompt, written: Completion) -> Example:
         """Of a teacher with other tokens: its answer as text, read by the student."""

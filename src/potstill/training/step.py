@@ -118,7 +118,10 @@ def loss_settings(recipe: Recipe, progress: float) -> LossSettings:
     """The loss section with its schedules read at `progress` (0 at the first step, 1 at the last)."""
     keys: dict[str, Any] = {each.name: getattr(recipe.loss, each.name) for each in fields(LossSettings)}
     keys |= {"ce_weight": recipe.ce_weight, "repeat_weight": recipe.loss.repeat_weight or 0.0}
-    keys |= {key: value_at(keys[key], progress) for key in ("temperature", "kd_weight", "ce_weight", "repeat_weight")}
+    keys |= {
+        key: value_at(keys[key], progress)
+        for key in ("temperature", "kd_weight", "ce_weight", "repeat_weight", "reward_weight")
+    }
     return LossSettings(**keys)
 
 

@@ -74,3 +74,44 @@ def test_a_clamped_advantage() -> None:
     score = policy_gradient_kl(student, [(1.0, teacher)], student, [3], discount=0.5, token_clip=1.0)
     assert score.advantage.tolist() == [-1 + 0.25 + 0.25, 0.5 + 0.5, 1.0]
     assert score.weight.tolist() == score.advantage.tolist()  # every ratio is 1
+
+
+def test_a_reward_is_added_to_every_token_of_its_answer() -> None:
+    """By hand: neither clamped nor discounted, and nothing where the student did not write."""
+    student, teacher = torch.tensor([-1.0, -2.0, -5.0]), torch.tensor([-4.0, -1.5, -1.0])
+    behaviour, reward = torch.tensor([-1.0, -2.0, torch.nan]), torch.tensor([3.0, 3.0, 3.0])
+    score = policy_gradient_kl(student, [(1.0, teacher)], behaviour, [3], discount=0.5, token_clip=1.0, reward=reward)
+    assert score.advantage.tolist() == [-1 + 0.25 + 3, 0.5 + 3, 0.0]
+
+
+def test_rewards_through_models_equal_the_naive_twin() -> None:
+    """Two answers with advantages 1.5 and −0.5, half of which counts: the gradient is that of −Σ (A + R/2)·log Q, where A is
+    log P − log Q, without a gradient of its own."""
+    student, teacher = models()
+    made = [
+        replace(e, advantage=a, writer="student", behaviour=np.zeros(len(e.ids), np.float32))
+        for e, a in zip(examples([17, 9], seed=3), (1.5, -0.5), strict=True)
+    ]
+    batch, module = batch_of(made), StudentLoss(student)
+    knobs = LossSettings("policy_gradient_kl", 0.5, 0.1, 1.0, 1.0, 0.0, ratio_clip=1e9, reward_weight=0.5)
+    log_q, log_p = [], []
+    for one in made:
+        ids = torch.from_numpy(one.ids).long()[None]
+        at = torch.from_numpy(np.flatnonzero(one.supervised))
+        for found, model in ((log_q, student), (log_p, teacher)):
+            rows = model.model(ids).logits[0, at - 1].log_softmax(-1)
+            found.append(rows.gather(-1, ids[0, at, None]).squeeze(-1))
+    rewards = torch.cat([torch.full((len(x),), a) for x, a in zip(log_q, (1.5, -0.5), strict=True)])
+    q, p = torch.cat(log_q), torch.cat(log_p).detach()
+    rows = replace(batch.rows, behaviour=q.detach())
+    assert rows.advantage is not None and rows.advantage.tolist() == rewards.tolist()
+    advantage = (p - q).detach() + 0.5 * rewards
+    twin = -(advantage * q).sum() / 20
+    expected = torch.autograd.grad(twin, list(student.model.parameters()))
+    target = live_teacher(teacher, shared_ids(student, teacher, "teacher"), "teacher").targets(batch)
+    loss, sums = module(replace(batch, rows=rows), [(1.0, target)], 20, knobs)
+    loss.backward()
+    assert loss.item() == pytest.approx(-advantage.sum().item() / 20, rel=1e-6)
+    assert sums["advantage"].item() == pytest.approx(advantage.sum().item(), rel=1e-6)
+    for ours, theirs in zip(student.model.parameters(), expected, strict=True):
+        assert (ours.grad - theirs).norm() <= 1e-6 * theirs.norm()  # the divisor is float32

@@ -499,7 +499,7 @@ def test_from_a_recipe(models, file, tmp_path, extra, loss):
             {"combine_teachers": "best", "teacher_weighting": "ce"},
             r"teacher_weighting goes with combine_teachers: sum",
         ),
-        ([{"model": 0, "cache": "somewhere", "context_column": "hint"}], {}, r"context_column goes without cache"),
+        ([{"model": 0, "cache": "somewhere", "context_column": "hint"}], {}, r"chat_template_kwargs go without cache"),
     ],
 )
 def test_refused(models, file, tmp_path, teachers, loss, says):
