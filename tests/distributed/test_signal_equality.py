@@ -38,6 +38,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spread", ["dp2", "cp2"])
+def test_the_students_own_support_equals_one_process(folder: Path, spread: str) -> None:
+    """Under tensor parallelism it is refused."""
+    world, parallel = (2, {"cp": 2} if spread == "cp2" else {})
+    changes = {"loss": {"divergence": "reverse_kl", "student_top_k": 16}}
+    losses, weights = compare(folder, f"support-{spread}", world, changes, {"parallel": parallel})
+    assert losses < 1e-8 and weights < 1e-8, (losses, weights)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", SPREAD)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_one_process(folder: Path, kind: str, spread: str) -> None:

@@ -33,6 +33,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+KINDS["support"] = {"loss": {"divergence": "reverse_kl", "student_top_k": 32, "temperature": 2.0}, "rollouts": OWN}
+
+
 def sections(folder: Path, kind: str) -> dict[str, Any]:
     records = [{"text": f"The year {1790 + i} brought peace and commerce to all.", "quality": i % 3} for i in range(30)]
     write_jsonl(folder / "weighed.jsonl", records)
@@ -50,6 +53,8 @@ def test_interrupted_run_ends_with_the_same_bits(runs: TinyRuns, command: Callab
     potstill.train(broken)
     assert_same_run(runs.folder / "broken", runs.folder / "whole")
     steps = metrics(runs.folder / "whole")
+    if kind == "support":
+        assert all(0 < step["support_mass"] < 1 and step["kd"] > 0 for step in steps)
     if kind == "data":
         assert 0.5 < max(step["kd"] for step in steps) < 1.0001  # the clamp; without it the mean is above 1
         return

@@ -40,6 +40,7 @@ class Combination:
     dynamic_scaling: bool = False
     combine: str = "sum"
     token_clip: bool = False
+    student_top_k: bool = False  # loss.student_top_k
     uneven_weights: bool = False  # loss.token_weights: tokens of one answer count differently
     weighting: str | None = None
     filter: bool = False
@@ -80,6 +81,7 @@ class Combination:
             combine=loss.combine_teachers,
             weighting=loss.teacher_weighting,
             token_clip=loss.token_clip is not None,
+            student_top_k=loss.student_top_k is not None,
             uneven_weights=loss.token_weights is not None and loss.token_weights.uneven,
         )
         if rollouts is not None:
@@ -214,6 +216,24 @@ RULES = (
         "loss.dynamic_scaling",
         lambda c: c.policy_gradient and c.dynamic_scaling,
         "dynamic_scaling divides by the divergence, and the value of policy_gradient_kl may be 0 or below: leave it out",
+    ),
+    Rule(
+        "loss.student_top_k",
+        lambda c: c.student_top_k and c.policy_gradient,
+        "student_top_k chooses the tokens that distributions are compared on, and policy_gradient_kl compares drawn tokens: "
+        "leave student_top_k out, or choose reverse_kl",
+    ),
+    Rule(
+        "loss.student_top_k",
+        lambda c: c.student_top_k and (c.entries or c.chunks),
+        "student_top_k needs the teacher's whole distribution over the student's tokens: take a model, a cache or server of "
+        "kind hidden (remote.kind: student_top_k asks `potstill serve` for the same), and prefix_marginal for other tokens",
+    ),
+    Rule(
+        "loss.student_top_k",
+        lambda c: c.student_top_k and c.tp > 1,
+        "the student's likeliest tokens are chosen from all of them, of which tensor parallelism gives a rank a part: set "
+        "parallel.tp to 1, or leave student_top_k out",
     ),
     Rule(
         "loss.teacher_weighting",

@@ -62,6 +62,11 @@ class LossConfig(Section):
     )
     beta: float = key(0.5, "jsd: 0 is forward KL, 1 is reverse KL", ge=0, le=1)
     alpha: float = key(0.1, "skew of skew_kl and skew_reverse_kl", gt=0, lt=1)
+    student_top_k: Positive | None = key(
+        None,
+        "compare on the student's own so many likeliest tokens, and on all others as one; for teachers that give whole "
+        "distributions (live, or hidden states); default: on all tokens",
+    )
     entropy_gate: float | None = key(
         None, "mix forward KL in where the teacher is unsure: its share of the largest entropy, to this power", gt=0
     )

@@ -42,7 +42,7 @@ def compare_rows(student: HiddenTarget, labels: Tensor, teacher: Target | None) 
     given = [] if teacher is None else [(1.0, teacher)]
     shard, cut, _ = shard_targets(student.width, given, student.head.group, labels.device)
     parts: list[tuple[Tensor | None, ...]] = []
-    for rows in _chunks(max(1, len(labels)), shard.widest):
+    for rows in chunks_of_rows(max(1, len(labels)), shard.widest):
         label, logits = labels[rows, None], target_logits(student, rows)
         logq = log_probs(logits, shard)
         best, top = shard.first_choice(logq)
@@ -53,7 +53,7 @@ def compare_rows(student: HiddenTarget, labels: Tensor, teacher: Target | None) 
     return RowStats(*columns)  # type: ignore[arg-type]
 
 
-def _chunks(rows: int, width: int) -> Iterator[slice]:
+def chunks_of_rows(rows: int, width: int) -> Iterator[slice]:
     step = max(16, CHUNK_BYTES // (4 * width))
     return (slice(start, start + step) for start in range(0, rows, step))
 
@@ -96,7 +96,7 @@ def of_chunks(
     group = target.head.group if isinstance(target, HiddenTarget) else None
     shard, _, _ = shard_targets(target.width, (), group, labels.device)
     parts = [torch.zeros(0, device=labels.device)]
-    for rows in _chunks(len(labels), shard.widest):
+    for rows in chunks_of_rows(len(labels), shard.widest):
         logp = log_probs(target_logits(target, rows) / temperature, shard)
         parts.append(found(logp, labels[rows, None], shard))
     return torch.cat(parts)

@@ -24,10 +24,11 @@ from potstill.losses import (
     shared_mass,
 )
 from potstill.losses.compare import RowStats
+from potstill.losses.support import on_support
 from potstill.models import LanguageModel
 from potstill.students.experts import Routers
 from potstill.transfer import to_device
-from potstill.types import Batch, HiddenTarget, Target
+from potstill.types import Batch, Dense, HiddenTarget, Target
 
 Targets = Sequence[tuple[float | Tensor, Target]]  # with the weight of each, or one per row
 
@@ -49,6 +50,7 @@ class LossSettings:
     repeat_weight: float = 0.0
     token_clip: float | None = None
     reward_weight: float = 1.0
+    student_top_k: int | None = None
 
 
 class StudentLoss(nn.Module):
@@ -79,12 +81,13 @@ class StudentLoss(nn.Module):
         if batch.rows.weight is not None:
             row_weight *= batch.rows.weight
         score: Score | None = None
+        compared, support = _on_support(own, targets, settings)
         if settings.divergence == "policy_gradient_kl":
             out, score = _policy_gradient(own, batch, targets, row_weight, settings)
         else:
-            others = ("discount", "ratio_clip", "repeat_weight", "reward_weight")
+            others = ("discount", "ratio_clip", "repeat_weight", "reward_weight", "student_top_k")
             options = {key: value for key, value in vars(settings).items() if key not in others} | {"row_values": False}
-            out = _fused(own, batch, targets, row_weight, **options | {"ce_weight": _ce_weight(own, batch, settings)})
+            out = _fused(own, batch, compared, row_weight, **options | {"ce_weight": _ce_weight(own, batch, settings)})
         if settings.repeat_weight:
             read = whole.input_ids.flatten()[batch.rows.student]
             more = {"labels": read, "ce_weight": settings.repeat_weight, "row_values": False}
@@ -101,6 +104,7 @@ class StudentLoss(nn.Module):
             balance, sums["expert_load"] = self.routers.terms(whole, divisor, context)
             out = out._replace(loss=out.loss + balance.to(out.loss.dtype))
             sums["router_aux"] = balance
+        sums |= support
         sums["loss"] = out.loss
         if stat_rows and len(batch.rows):
             sums |= _sampled_sums(own, batch, targets, settings, stat_rows)
@@ -118,6 +122,21 @@ def _fused(own: HiddenTarget, batch: Batch, targets: Targets | None, row_weight:
     """`fused_linear_kd` of a batch."""
     given = {"labels": batch.rows.labels, "row_weight": row_weight} | options
     return fused_linear_kd(own.hidden, target=targets, **vars(own.head), **given)
+
+
+def _on_support(own: HiddenTarget, targets: Targets, settings: LossSettings) -> tuple[Targets, dict[str, Tensor]]:
+    """The targets on the student's likeliest tokens, where the recipe says so; and the teachers' mass there."""
+    if settings.student_top_k is None or not targets:
+        return targets, {}
+    found = [
+        (share, *on_support(own, target, settings.student_top_k, settings.temperature))
+        for share, target in targets
+        if isinstance(target, Dense)
+    ]
+    assert len(found) == len(targets), "config/compatibility.py lets no other through"
+    mass = found[0][2]
+    sums = {"support_rows": torch.ones_like(mass).sum(), "support_mass": mass.sum()}
+    return [(share, target) for share, target, _ in found], sums
 
 
 def _ce_weight(own: HiddenTarget, batch: Batch, settings: LossSettings) -> float | Tensor:

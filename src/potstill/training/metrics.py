@@ -22,6 +22,7 @@ PHASES = ("data", "teacher", "student", "optimizer")  # what the time of a step 
 MEANS = {
     "stat_rows": ("kl", "teacher_entropy", "student_entropy", "agreement"),
     "shared_rows": ("shared_mass",),
+    "support_rows": ("support_mass",),
     "on_policy_rows": ("sampling_logprob_gap",),
     "policy_gradient_rows": ("ratio_mean", "ratio_clipped", "advantage"),
 }
