@@ -87,8 +87,12 @@ def log_of(mass: Tensor) -> Tensor:
     return torch.where(mass > 1e-13, mass.clamp(min=1e-300).log(), FLOOR)
 
 
-def divergence(name: str, p: Tensor, q: Tensor) -> Tensor:
+def divergence(name: str, p: Tensor, q: Tensor, unreached: Tensor | None = None) -> Tensor:
+    """`unreached`: buckets that no token of the student's leads to."""
     logp, logq = log_of(p), log_of(q)
+    if name == "forward_kl" and unreached is not None:
+        share = p[~unreached].sum()  # KL of what is left, times its share
+        return share * ((p / share) * (logp - share.log() - logq))[~unreached].sum()
     if name == "forward_kl":
         return (p * (logp - logq)).sum()
     if name == "reverse_kl":
@@ -117,7 +121,7 @@ def naive_loss(target: ChunkTarget, logits: Tensor, labels: Tensor, name: str, t
             total = total + (a - b).abs().sum() + ((1 - a.sum()) - (1 - b.sum())).abs()
             continue
         q, p = bucket_masses(target, number, logq, labels, logp)
-        total = total + divergence(name, p, q)
+        total = total + divergence(name, p, q, q < 1e-13 if target.method == "projection" else None)
     return total * (temperature if "tvd" in (name, target.method.replace("uld", "tvd")) else temperature**2)
 
 

@@ -165,11 +165,20 @@ def _towards(q: Tensor, labels: Tensor, pull: Tensor, shard: VocabShard) -> Tens
     return shard.scatter_add(q.mul_(-pull[:, None]), labels[:, None], pull[:, None])
 
 
-def _compared(logp: Tensor, logq: Tensor, params: LossParams) -> tuple[Tensor, Tensor]:
-    """The divergence over buckets [F, B] that are the same on every rank, and its gradient at the bucket logits."""
+def _compared(logp: Tensor, logq: Tensor, params: LossParams, unreached: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The divergence over buckets [F, B] that are the same on every rank, and its gradient at the bucket logits. `unreached`:
+    buckets that no token of the student's leads to: forward KL is then that of the other buckets, times the teacher's mass on
+    them, which has the same gradient and not the cost of what cannot be learnt."""
     logp, logq = logp.clamp(min=LOG_FLOOR), logq.clamp(min=LOG_FLOOR)
-    q = logq.exp()
-    block = Block(logp, logq, logp.exp(), q, torch.empty_like(logp))
+    q, p = logq.exp(), logp.exp()
+    if unreached is not None:
+        beyond = torch.where(unreached, p, 0.0).sum(-1, keepdim=True).clamp(max=1.0)
+        reached = (1 - beyond) * torch.log1p(-beyond).clamp(
+            min=LOG_FLOOR
+        )  # what the others' sum lacks to be a divergence
+        shift = reached / beyond.clamp(min=torch.finfo(p.dtype).tiny)
+        logq = torch.where(unreached, logp + torch.where(beyond > 0, shift, 0.0), logq)
+    block = Block(logp, logq, p, q, torch.empty_like(logp))
     value, factor = compared(block, (logp > LOG_FLOOR).to(logp.dtype), params)
     # No token of the student's leads to an empty bucket: what pulls towards it pulls on nothing.
     gradient = (block.logq * factor).masked_fill_(q == 0, 0.0)
@@ -309,7 +318,8 @@ def projection(first: Student, teacher: Expected, target: ChunkTarget, params: L
         logp = torch.cat([teacher.log_chunk[:, None], kept, rest[:, None]], -1)
         others = sent.scatter(-1, teacher.ids, 0.0).sum(-1, keepdim=True) + nowhere
         masses = torch.cat([sent.gather(-1, teacher.ids), others], -1)
-    value, g = _compared(logp, torch.cat([first.log_chunk[:, None], _log(masses)], -1), params)
+    logq = torch.cat([first.log_chunk[:, None], _log(masses)], -1)
+    value, g = _compared(logp, logq, params, torch.nn.functional.pad(masses == 0, (1, 0)))
     each = _over(g[:, 1:], masses)
     per_id = each[:, :-1]
     if teacher.ids is not None:

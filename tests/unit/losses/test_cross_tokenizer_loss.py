@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tiny_cross import chunks, naive_loss, random_case, relation, truncated
 from tiny_prefix import made_up_table, random_prefix_marginal
 
 from potstill.losses import DIVERGENCES, ChunkTarget, DenseTarget, fused_linear_kd
-from potstill.types import PrefixMarginalTarget
+from potstill.types import LogitsTarget, PrefixMarginalTarget
 
 METHODS = ("common_vocab", "projection", "span_likelihood", "uld")
 
@@ -95,3 +97,32 @@ def test_the_same_vocabulary_is_the_plain_divergence(method, divergence):
         found.append((out.kd, h.grad, w.grad))
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_what_no_student_id_is_sent_to_costs_nothing():
+    """By hand: the student's ids go to the teacher's 0 and 1, and the teacher has a fifth of its mass on 2. Forward KL is 0.8 ·
+    KL((¼, ¾) ‖ (½, ½)): no constant of thousands, in float32 too, and at its least it is 0."""
+    both_ways = relation({0: 0, 1: 1}, {0: {0: 1.0}, 1: {1: 1.0}}, 2, 3)
+    teacher, student = torch.tensor([[0.2, 0.6, 0.2]]).log(), torch.tensor([[0.5, 0.5]]).log()
+    none = torch.zeros(1)
+    target = ChunkTarget(
+        "projection", chunks([1], [0]), both_ways, LogitsTarget(teacher), torch.tensor([0]), none, none
+    )
+    labels, head = torch.tensor([0]), torch.eye(2)
+    found = fused_linear_kd(student, head, target, labels=labels).kd.item()
+    assert found == pytest.approx(0.8 * (0.25 * math.log(0.5) + 0.75 * math.log(1.5)), rel=1e-5)
+    alike = torch.tensor([[0.25, 0.75]]).log()
+    assert fused_linear_kd(alike, head, target, labels=labels).kd.item() == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("k", [None, 7])
+def test_equals_the_naive_twin_where_some_of_the_teachers_ids_are_not_reached(name, k):
+    for seed in range(2):
+        hidden, head, labels, target = random_case(seed, "projection", vs=11, vt=19)
+        assert len(set(target.relation.end.tolist())) < 19
+        target = target if k is None else truncated(target, k)
+        ours, naive = both(target, hidden, head, labels, name, chunk_rows=5)
+        for got, wanted in zip(ours, naive, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-9)
+        assert name != "forward_kl" or 0 < ours[0] < 100  # eight chunks
