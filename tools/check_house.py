@@ -38,7 +38,7 @@ ORDER: list[set[str]] = [
     {"objective"},
     {"memory", "export"},
     {"training"},
-    {"report", "migrate", "dry_run"},
+    {"report", "migrate", "dry_run", "generation"},
     {"preview", "doctor"},
     {"potstill"},  # the package's own __init__
     {"cli"},

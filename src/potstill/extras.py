@@ -10,6 +10,7 @@ EXTRAS = {
     "http": ("aiohttp", "requests"),
     "import": ("array-record", "protobuf"),
     "lora": ("peft",),
+    "math": ("math-verify",),
     "quant": ("bitsandbytes",),
     "s3": ("s3fs",),
     "serve": ("starlette", "uvicorn"),

@@ -44,6 +44,8 @@ def shorter(words: list[str]) -> list[str]:
         less = some if words[1].endswith("cached.yaml") else []
         quick = [q for q in QUICK if has_eval or "eval" not in q]
         return [*words, f"train.steps={steps}", "train.epochs=null", *quick, *less]
+    if command == "generate":
+        return [*words, "--limit", "2", "rollouts.sampling.max_new_tokens=4"]
     return [*words, "--examples", "4", "--max-new-tokens", "4"] if command == "eval" else words
 
 

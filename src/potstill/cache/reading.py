@@ -21,8 +21,9 @@ from potstill.types import Example, PotstillError
 LONGEST = 2**20  # tokens, of a teacher that does not say how many it can read
 
 
-def examples_of(data: DataConfig, tokenizer: Any, key: str = "data") -> Iterator[Example]:
-    """The examples of a data set in order, each once however often it is there."""
+def examples_of(data: DataConfig, tokenizer: Any, key: str = "data", answered: bool = True) -> Iterator[Example]:
+    """The examples of a data set in order, each once however often it is there. `answered`: those with something to learn;
+    else conversations too that end with a question."""
     seen: set[bytes] = set()
     for number, config in enumerate(data.sources):
         source = Source(config, f"{key}.sources[{number}]", seed=0, shuffle=False, further=data.read_columns)
@@ -30,7 +31,7 @@ def examples_of(data: DataConfig, tokenizer: Any, key: str = "data") -> Iterator
         for record, where, _ in source.records(0):
             for example in make(record, where):
                 known = bytes.fromhex(example.key)
-                if example.text and known not in seen:
+                if (example.text or (not answered and example.messages)) and known not in seen:
                     seen.add(known)
                     yield example
 

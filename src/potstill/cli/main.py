@@ -351,6 +351,38 @@ def report(
 
 
 @app.command()
+def generate(
+    recipe: Annotated[Path, typer.Argument(help="YAML recipe: its data's prompts, its models, its rollouts.sampling.")],
+    out: Annotated[Path, typer.Option(help="jsonl to write; the same command again goes on with it.")],
+    overrides: opt.Overrides = None,
+    by: Annotated[
+        Literal["teacher", "student"], typer.Option(help="Who answers: the first teacher, or the student.")
+    ] = "teacher",
+    answers: Annotated[int, typer.Option(help="Answers to each prompt.", min=1)] = 1,
+    limit: Annotated[int | None, typer.Option(help="Prompts at most.", min=1)] = None,
+    check: Annotated[
+        str | None,
+        typer.Option(help="Keep right answers only: exact, math (math-verify), or FILE.py:FUNCTION, given the record."),
+    ] = None,
+    answer: Annotated[str | None, typer.Option(help="With --check: column with the right answer.")] = None,
+    ended: Annotated[bool, typer.Option("--ended", help="Keep only answers that were not cut.")] = False,
+    min_tokens: Annotated[int, typer.Option(help="Keep only answers of at least so many tokens.", min=0)] = 0,
+    max_tokens: Annotated[int | None, typer.Option(help="Keep only answers of at most so many.", min=1)] = None,
+) -> None:
+    """Write a teacher's or the student's answers to a data set's prompts as jsonl with log-probabilities, checked and filtered.
+
+    Example: potstill generate recipes/sequence-level.yaml --out runs/answers.jsonl --limit 100 --ended
+    """
+    from potstill.cli.generate import generate_answers
+    from potstill.config.recipe import load_recipe
+    from potstill.generation.answers import Asked
+    from potstill.generation.checks import Wanted
+
+    wanted = Wanted(check, ended, min_tokens, max_tokens)
+    generate_answers(load_recipe(recipe, overrides or []), Asked(out, by, answers, limit, answer, wanted))
+
+
+@app.command()
 def migrate(
     file: Annotated[Path, typer.Argument(help="Another system's configuration, YAML or JSON.")],
     system: Annotated[str, typer.Option("--from", help="Whose it is; docs/migrating.md lists them, with every key.")],
