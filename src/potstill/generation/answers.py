@@ -66,6 +66,8 @@ def as_writing(recipe: Recipe, by: Writer) -> Recipe:
             "rollouts.generation_batch_size=null",
             "rollouts.steps_per_generation=1",
             "rollouts.max_staleness=0",
+            "rollouts.reward=null",
+            f"rollouts.sampling.max_new_tokens={recipe.rollouts.sampling.longest}",  # it may move over a run
             "loss={}",
             "eval=null",
         ],
@@ -104,7 +106,7 @@ def _write_all(
 ) -> None:
     writer: Any = parts.student if asked.by == "student" else parts.writer
     data, kwargs = parts.data, chat_kwargs(parts.data)
-    longest, recipe = parts.recipe.rollouts.sampling.max_new_tokens, parts.recipe
+    longest, recipe = parts.recipe.rollouts.sampling.longest, parts.recipe
     prompter = Prompter(
         writer.tokenizer, most=data.max_length - longest, prompt_tokens=recipe.rollouts.prompt_tokens, kwargs=kwargs
     )
