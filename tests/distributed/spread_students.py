@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -78,7 +79,12 @@ def spread_over(tp: int = 1, cp: int = 1) -> Spread:
 def exact() -> Iterator[None]:
     """Gemma's norms and attention compute in float32, where the order of a sum shows: in float64 it does not."""
     usual, softmax = torch.Tensor.float, torch.nn.functional.softmax
-    torch.Tensor.float = lambda tensor: tensor  # type: ignore[method-assign,assignment,misc]
+
+    def unless_in_a_model(tensor: torch.Tensor) -> torch.Tensor:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return tensor if caller.startswith("transformers.models.") else usual(tensor)
+
+    torch.Tensor.float = unless_in_a_model  # type: ignore[method-assign,assignment]
     torch.nn.functional.softmax = lambda x, dim, dtype=None: softmax(x, dim)
     try:
         yield

@@ -11,7 +11,8 @@ from tiny_runs import LLAMA, TinyRuns, lines
 
 import potstill
 
-NO_DROPOUT = LLAMA | {"attention_dropout": 0.0}  # whose draws depend on the rank
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+NO_DROPOUT = LLAMA | HEADS | {"attention_dropout": 0.0}  # whose draws depend on the rank
 
 
 def train(runs: TinyRuns, name: str, *overrides: str) -> None:
@@ -21,9 +22,9 @@ def train(runs: TinyRuns, name: str, *overrides: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path, tiny_teacher: Path, tiny_text: Path) -> None:
-    """Two steps each by dp 2, one process, tp 2, and dp 2 again."""
+    """Two steps each by dp 2 × tp 2, one process, dp 4 and tp 4."""
     runs = TinyRuns(tmp_path, tiny_teacher, tiny_text)
-    for count, steps, sizes in [(2, 2, ()), (1, 4, ()), (2, 6, ("parallel.tp=2",)), (2, 8, ())]:
+    for count, steps, sizes in [(4, 2, ("parallel.tp=2",)), (1, 4, ()), (4, 6, ()), (4, 8, ("parallel.tp=4",))]:
         on_ranks(count, train, runs, "moved", f"train.steps={steps}", "train.lr_schedule.shape=constant", *sizes)
     on_ranks(1, train, runs, "alone-constant", "train.lr_schedule.shape=constant")
     moved, alone = tmp_path / "moved", tmp_path / "alone-constant"

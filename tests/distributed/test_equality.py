@@ -1,11 +1,12 @@
 """One recipe over 2 and 4 ranks equals the same recipe in one process: losses and weights, over 20 steps in float64.
 
 The matrix is covered in pairs: every way of spreading the student, every family, every place of the teacher, whose text and
-whose tokenizer stand beside several values of the others.
+whose tokenizer stand at least once beside every value of the others that is not refused.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,60 @@ SLOW = [
     ("dp4", "qwen3", "write-through", "off-policy", "same"),
     ("dp4", "llama", "write-through", "on-policy", "same"),
     ("dp2tp2", "qwen3", "write-through", "mixed", "same"),
+    ("cp2", "llama", "write-through", "mixed", "same"),
+    ("cp2", "phi3", "sharded", "mixed", "cross"),
+    ("cp2", "qwen3-moe", "remote", "on-policy", "cross"),
+    ("cp2tp2", "gemma3", "sharded", "on-policy", "cross"),
+    ("cp2tp2", "phi3", "cached", "off-policy", "cross"),
+    ("cp2tp2", "phi3", "own ranks", "mixed", "same"),
+    ("cp2tp2", "phi3", "write-through", "on-policy", "same"),
+    ("dp2", "gemma3", "sharded", "off-policy", "same"),
+    ("dp2", "phi3", "cached", "off-policy", "same"),
+    ("dp2", "qwen3", "write-through", "on-policy", "cross"),
+    ("dp2", "qwen3-moe", "remote", "on-policy", "same"),
+    ("dp2tp2", "gemma3", "cached", "off-policy", "cross"),
+    ("dp2tp2", "phi3", "remote", "on-policy", "same"),
+    ("dp2tp2", "qwen3", "own ranks", "off-policy", "same"),
+    ("dp4", "gemma3", "remote", "mixed", "same"),
+    ("dp4", "phi3", "live", "on-policy", "cross"),
+    ("dp4", "qwen3-moe", "own ranks", "mixed", "cross"),
+    ("ep2", "qwen3-moe", "own ranks", "off-policy", "cross"),
+    ("ep2", "qwen3-moe", "remote", "on-policy", "cross"),
+    ("ep2", "qwen3-moe", "sharded", "mixed", "same"),
+    ("ep2", "qwen3-moe", "write-through", "on-policy", "same"),
+    ("hsdp", "gemma3", "write-through", "mixed", "cross"),
+    ("hsdp", "llama", "cached", "off-policy", "cross"),
+    ("hsdp", "qwen3-moe", "own ranks", "on-policy", "cross"),
+    ("tp2", "gemma3", "sharded", "off-policy", "cross"),
+    ("tp2", "qwen3", "write-through", "off-policy", "same"),
 ]
-ROUNDED = (
-    "remote",
-    "write-through",
-)  # what is sent or kept is float32: two batches round it apart, and AdamW makes more of it
+AXES = (
+    ("dp2", "dp4", "hsdp", "tp2", "dp2tp2", "cp2", "cp2tp2", "ep2"),
+    ("llama", "qwen3", "gemma3", "phi3", "qwen3-moe"),
+    ("live", "sharded", "own ranks", "cached", "write-through", "remote"),
+    tuple(ROLLOUTS),
+    ("same", "cross"),
+)
+REFUSED = {  # the sentences are held to in test_tensor_parallel.py, test_expert_parallel.py and in the table's own test
+    *((spread, "qwen3-moe") for spread in ("tp2", "dp2tp2", "cp2tp2")),  # experts are spread whole, by ep
+    *(("ep2", family) for family in ("llama", "qwen3", "gemma3", "phi3")),  # which have none
+    *(("cached", text) for text in ("on-policy", "mixed")),  # a cache alone does not know fresh text
+}
+
+
+# What is sent or kept is float32, where two batches may round a number apart. AdamW divides a gradient by its own size, and so
+# would make a step of the difference where there is next to none: not with a larger epsilon.
+ROUNDED = ("remote", "write-through")
+
+
+def pairs(case: tuple[str, ...]) -> set[tuple[str, ...]]:
+    return set(itertools.combinations(case, 2))
+
+
+def test_every_pair_is_run_or_refused() -> None:
+    wanted = {pair for axes in itertools.combinations(AXES, 2) for pair in itertools.product(*axes)}
+    run = set().union(*map(pairs, [*QUICK, *SLOW]))
+    assert wanted - run == REFUSED
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +141,7 @@ def cache(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
-    with Served(folder / "teacher") as served:
+    with Served(folder / "teacher", "--dtype", "float64") as served:
         yield served.address
 
 
@@ -100,20 +150,24 @@ def run(folder: Path, case: tuple[str, ...], teacher: dict[str, Any]) -> tuple[f
     world, parallel = SPREAD[spread]
     model = {"model": str(folder / "teacher"), "dtype": "float64"}
     alone = {"cached": teacher, "remote": teacher}.get(placed, model)
-    if placed == "write-through":
-        filled = {"cache": str(folder / f"filled-alone-{text}"), "store": {"kind": "hidden"}}
-        alone = {"model": str(folder / "teacher"), **filled}
+    name = "-".join(case).replace(" ", "-")
+    if placed == "write-through":  # each fills a cache of its own
+        alone = model | {"cache": str(folder / f"filled-alone-{name}"), "store": {"kind": "hidden"}}
     over = {
-        "write-through": alone | {"cache": str(folder / f"filled-{spread}-{text}")},
+        "write-through": alone | {"cache": str(folder / f"filled-{name}")},
         "sharded": model | {"placement": "shard"},
         "own ranks": model | {"ranks": 1},
     }.get(placed, alone)
     changes: dict[str, Any] = {"family": family, "teachers": [alone], "rollouts": ROLLOUTS[text]}
     if tokenizer == "cross":
-        changes |= {"student": {"tokenizer": "shipped:tokenizers/pieces-1k"}, "loss": {"temperature": 1.0}}
+        changes |= {"student": {"tokenizer": "shipped:tokenizers/pieces-1k"}}
         changes["family"] = "llama-1k" if family == "llama" else family
-    more = {"parallel": parallel, "teachers": [over]}
-    return compare(folder, "-".join(case).replace(" ", "-"), world + (placed == "own ranks"), changes, more)
+    if placed in ROUNDED:
+        changes["train"] = {"optimizer": {"lr": 3e-3, "eps": 1e-4}}
+    # Of 7 rows over 4 ranks, one in a pass, one rank has none in the last.
+    rows = {"micro_batch_size": 1} if spread in ("dp4", "hsdp") else {}
+    more = {"parallel": parallel, "teachers": [over], "train": changes.get("train", {}) | rows}
+    return compare(folder, name, world + (placed == "own ranks"), changes, more)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=" ".join)
@@ -129,10 +183,10 @@ def test_every_way_equals_one_process(folder: Path, case: tuple[str, ...], reque
     if case[2] == "cached":
         teacher = {"cache": str(request.getfixturevalue("cache"))}
     elif case[2] == "remote":
-        teacher = {"server": request.getfixturevalue("server")}
+        kind = "hidden" if case[4] == "cross" else "top_k"  # which a teacher with another tokenizer gives at T = 1 only
+        teacher = {"server": request.getfixturevalue("server"), "remote": {"kind": kind}}
     losses, weights = run(folder, case, teacher)
-    limit = 1e-6 if case[2] in ROUNDED else 1e-8
-    assert losses < limit and weights < (10 * limit if case[2] in ROUNDED else limit), (losses, weights)
+    assert losses < 1e-8 and weights < 1e-8, (losses, weights)
 
 
 @pytest.mark.slow

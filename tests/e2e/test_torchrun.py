@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_models import make_model
 
 pytestmark = pytest.mark.e2e
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -56,6 +57,19 @@ def test_four_processes_write_what_one_writes(tmp_path: Path) -> None:
     models = [AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "latest" / "model") for run in runs.values()]
     for mine, theirs in zip(*(model.state_dict().values() for model in models), strict=True):
         assert float((mine - theirs).abs().max()) < 1e-3
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one(tiny_teacher: Path, tiny_text: Path, tmp_path: Path) -> None:
+    """`potstill eval` deals 7 texts among them; the first says the numbers."""
+    student = make_model(tmp_path / "student", seed=3)
+    words = ["eval", student, "--teacher", tiny_teacher, "--data", tiny_text, "--examples", 7, "--json"]
+    one, two = (started(processes, *words) for processes in (1, 2))
+    assert one.returncode == 0 and two.returncode == 0, two.stderr
+    found, expected = json.loads(two.stdout), json.loads(one.stdout)
+    assert found["tokens"] == expected["tokens"] and found["bytes"] == expected["bytes"]
+    for name in ("bits_per_byte", "perplexity", "kl", "agreement", "accuracy", "ece"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
 
 
 @pytest.mark.slow

@@ -147,6 +147,8 @@ def save_head(head: Head, path: Path) -> None:
     numbers = {"softcap": head.softcap, "logit_scale": head.logit_scale}
     metadata = {key: repr(value) for key, value in numbers.items() if value is not None}
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    # Of a float64 model hidden states are kept as float32, and its head goes with them.
+    tensors = {key: tensor if tensor.dtype in HEAD_DTYPES else tensor.float() for key, tensor in tensors.items()}
     safetensors.torch.save_file(tensors, path, metadata)
 
 

@@ -13,7 +13,7 @@ import typer
 from potstill.errors import PotstillError
 
 DATA = "Files (jsonl, parquet, arrow, txt; globs), or a data set folder or name."
-AnyDtype = Literal["auto", "float32", "bfloat16", "float16"]
+AnyDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Kind = Literal["top_k", "sampled", "hidden", "token_logprobs"]
 BatchTokens = Annotated[int | None, typer.Option(help="Tokens a forward pass; default 4096, on a GPU 16384.", min=1)]
 CompletionColumn = Annotated[str | None, typer.Option(help="With --data: column with completions, supervised.")]

@@ -197,6 +197,15 @@ def test_a_head_is_read_from_the_cache_alone_and_has_a_checksum(teacher, data, t
         Cache(cache).check_files()
 
 
+def test_the_head_of_a_float64_teacher_is_kept_as_its_hidden_states_are(tiny_teacher, data, tmp_path):
+    config = TeacherConfig(model=str(tiny_teacher), dtype="float64")
+    model = load_teacher(config, torch.device("cpu"), "teacher", "teacher")
+    build(model, StoreConfig(kind="hidden"), DataConfig.model_validate(data), tmp_path / "cache", name="tiny")
+    head = load_head(tmp_path / "cache")
+    assert head.weight.dtype == torch.float32
+    assert torch.equal(head.weight, model.model.get_output_embeddings().weight.float())
+
+
 def test_names_that_a_writer_gives(tmp_path):
     good = ["head.safetensors", "tokenizer/tokenizer.json", "shard-12-0123abcd.safetensors", MANIFEST]
     good += ["tokenizer/additional_chat_templates/tool_use.jinja", "tokenizer/chat_template.jinja"]
