@@ -40,6 +40,7 @@ RACES = {
     "e2e/test_cache_command.py": "told_to_stop",
     "e2e/test_cache_kill.py": "",
     "e2e/test_commands.py": "reader_that_leaves",
+    "e2e/test_doctor.py": None,
     "e2e/test_hosts.py": "",
     "e2e/test_kill.py": "",
     "e2e/test_killed_ranks.py": "",
