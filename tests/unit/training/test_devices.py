@@ -39,7 +39,7 @@ from potstill.training.optimizer import make_optimizers
 from potstill.training.run import Run
 from potstill.training.setup import Parts
 from potstill.transfer import exact, to_device
-from potstill.types import Example, StepBatch, TopKTarget
+from potstill.types import Example, SampledTarget, StepBatch, TopKTarget
 
 CROSS = ("prefix_marginal", "common_vocab", "projection", "span_likelihood", "uld")
 
@@ -191,11 +191,11 @@ def text_batch(student, own=False, packed=True):
     return batch_of(documents[:2], *documents[2:]) if packed else batch_of(*documents)
 
 
-class TopKOfTexts(SignalSource):
-    """As a cache is one: what it says is on the host, and comes with the prefetch thread."""
+class StoredTexts(SignalSource):
+    """As a cache of some kind is a source: what it says is on the host, and comes with the prefetch thread."""
 
-    def __init__(self, reader, width):
-        self._reader, self._width = reader, width
+    def __init__(self, kind, reader, teacher, width):
+        self._kind, self._reader, self._teacher, self._width = kind, reader, teacher, width
 
     def read(self, batch, compute):
         return Reading(batch.examples if self._reader is None else self._reader(batch.examples))
@@ -203,38 +203,55 @@ class TopKOfTexts(SignalSource):
     def prepare(self, reading, asked):
         return [self._of(len(one.place)) for one in asked]
 
+    def head(self, device):
+        """That of a cache reaches the device once in a run."""
+        return self._teacher.output_head(self._width)
+
     def _of(self, count):
+        if self._kind == "hidden":
+            return Signal(hidden=torch.zeros(count, LLAMA["hidden_size"] if self._reader else 48))
         ids = (
             torch.stack([torch.randperm(self._width)[:8] for _ in range(count)]) if count else torch.zeros(0, 8).long()
         )
         logprobs = torch.full((count, 8), -3.0)
-        return Signal(TopKTarget(ids, logprobs, torch.full((count,), -0.5), self._width), logprobs[:, 0].contiguous())
+        target = TopKTarget(ids, logprobs, torch.full((count,), -0.5), self._width)
+        if self._kind == "sampled":
+            target = SampledTarget(ids, torch.full((count, 8), 0.125), torch.ones(count), self._width)
+        return Signal(target, logprobs[:, 0].contiguous())
 
     signal = StoredSignal.signal
 
 
 def opened(kind, method, student, teacher):
-    """A teacher, live or as a cache is one, with the student's tokenizer (no method) or another."""
-    if method is None:
-        source = LiveModel(teacher, 2048) if kind == "live" else TopKOfTexts(None, 2048)
-        return Teacher(source, SameTokenizerView(), "teacher")
-    config = CrossTokenizerConfig(method=method)
-    view, width = cross_tokenizer_view(student, teacher.tokenizer, teacher.vocabulary, config, 1.0)
-    reader = TeacherReader(teacher.tokenizer, teacher.positions, {})
-    return Teacher(LiveModel(teacher, width, reader) if kind == "live" else TopKOfTexts(reader, width), view, "teacher")
+    """A teacher, live or as a cache of some kind is one, with the student's tokenizer (no method) or another."""
+    reader, view, width = None, SameTokenizerView(), 2048
+    if method is not None:
+        config = CrossTokenizerConfig(method=method)
+        view, width = cross_tokenizer_view(student, teacher.tokenizer, teacher.vocabulary, config, 1.0)
+        reader = TeacherReader(teacher.tokenizer, teacher.positions, {})
+    live = [reader] if reader else []
+    source = LiveModel(teacher, width, *live) if kind == "live" else StoredTexts(kind, reader, teacher, width)
+    return Teacher(source, view, "teacher")
 
 
-@pytest.mark.parametrize("packed", [True, False])
+SOURCES = ("live", "top-k", "sampled", "hidden")
+WHOLE_STEPS = [
+    ("live", None, False, "muon"),
+    ("live", None, True, "adamw"),  # on-policy, by the tokens that were drawn
+    # Off-policy, and on-policy by the divergence; draws do not serve a teacher with another tokenizer.
+    *((kind, None, own, "adamw") for kind in SOURCES for own in (False, "text")),
+    *((kind, method, False, "adamw") for kind in SOURCES for method in CROSS if kind != "sampled"),
+    *((kind, "prefix_marginal", "text", "adamw") for kind in SOURCES if kind != "sampled"),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "method", "own", "optimizer"),
+    ("packed", "kind", "method", "own", "optimizer"),
     [
-        ("live", None, False, "adamw"),
-        ("live", None, False, "muon"),
-        ("live", None, True, "adamw"),  # on-policy, by the tokens that were drawn
-        ("cached", None, False, "adamw"),
-        *((kind, method, False, "adamw") for kind in ("live", "cached") for method in CROSS),
-        ("live", "prefix_marginal", "text", "adamw"),  # on-policy, by the divergence
-        ("cached", None, "text", "adamw"),
+        (packed, *cell)
+        for n, cell in enumerate(WHOLE_STEPS)
+        for packed in (True, False)
+        if packed == (n % 2 == 0) or n < 4
     ],
 )
 def test_a_step_on_fake_cuda_tensors_waits_once(fake_cuda, packed, kind, method, own, optimizer, monkeypatch):
@@ -245,7 +262,7 @@ def test_a_step_on_fake_cuda_tensors_waits_once(fake_cuda, packed, kind, method,
     if method is not None:
         teacher = load_student(StudentConfig(config=LLAMA, tokenizer=PIECES), CPU, 1)
     settings = recipe(own is True, precision="bf16", optimizer={"name": optimizer})
-    if own == "text" or method is not None:
+    if own == "text" or method is not None or kind == "sampled":
         loss = {"divergence": "forward_kl", "ce_weight": 0.5}
         settings = settings.model_copy(update={"loss": LossConfig(**loss)})
     reads = []
