@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from potstill.data.layout import without
+from potstill.data.layout import widened, without
 from potstill.data.loader import StepBatches
 from potstill.data.prefetch import Interrupted, Prefetched, result_of
 from potstill.data.stream import State
@@ -129,7 +129,8 @@ def _leave(steps: StepBatches, kind: object, error: BaseException | None, *_: ob
 class Feed(ExitStack):
     """An iterator of prepared step batches, of a data set (`StepBatches`) or of rollouts: teachers prepare the next ones, on
     `workers` threads, while the present one trains. `counts`: of what went before. `interrupted`: asked now and then whether
-    to stop waiting (StoppedWaiting). `device`: where it trains; micro-batches are sent there ahead."""
+    to stop waiting (StoppedWaiting). `device`: where it trains; micro-batches are sent there ahead, as wide as a multiple
+    of `multiple`."""
 
     def __init__(
         self,
@@ -140,9 +141,10 @@ class Feed(ExitStack):
         workers: int = 1,
         interrupted: Interrupted = lambda: False,
         device: torch.device = CPU,
+        multiple: int = 1,
     ) -> None:
         super().__init__()
-        self._uploads = Uploads(device)
+        self._uploads, self._multiple = Uploads(device), multiple
         self._teachers, self._interrupted = teachers, interrupted
         self._rollouts = None if isinstance(steps, StepBatches) else steps
         self.collective = self._rollouts is not None  # several ranks ask for the next step together, or not at all
@@ -168,6 +170,7 @@ class Feed(ExitStack):
         return next(self._prepared)
 
     def _begin(self, step: StepBatch) -> PreparedStep:
+        step = replace(step, batches=tuple(widened(batch, self._multiple) for batch in step.batches))
         futures = [[self._pool.submit(self._prepare, one, batch) for one in self._teachers] for batch in step.batches]
         arriving = [self._pool.submit(self._uploads.begin, batch) for batch in step.batches]
         return PreparedStep(step, futures, self._interrupted, arriving)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from potstill.types import Batch, Example, Rows
 
@@ -100,6 +101,40 @@ def _advantages(examples: Sequence[Example]) -> torch.Tensor | None:
         return None
     values = np.array([example.advantage or 0.0 for example in examples], dtype=np.float32)
     return torch.from_numpy(np.repeat(values, [example.supervised_tokens for example in examples]))
+
+
+def widened(batch: Batch, multiple: int) -> Batch:
+    """The batch with more padding, so that its width is a multiple. What is read and what is supervised does not change."""
+    width = batch.input_ids.shape[1]
+    wide = -(-width // multiple) * multiple
+    if wide == width:
+        return batch
+    more = wide - width
+
+    def padded(matrix: Tensor) -> Tensor:
+        return torch.nn.functional.pad(matrix, (0, more))
+
+    def moved(positions: Tensor) -> Tensor:
+        return positions + positions // width * more
+
+    lengths, at = list[int](), 0
+    for length in batch.lengths:
+        lengths.append(length)
+        at += length
+        if at % width == 0:  # the end of a row: its padding is a run of its own, or goes on
+            free = batch.document[at // width - 1, -1] == 0
+            lengths[-1:] = [length + more] if free else [length, more]
+    student = moved(batch.rows.student)
+    teacher = student if batch.rows.teacher is batch.rows.student else moved(batch.rows.teacher)
+    return replace(
+        batch,
+        input_ids=padded(batch.input_ids),
+        position_ids=padded(batch.position_ids),
+        document=padded(batch.document),
+        rows=replace(batch.rows, student=student, teacher=teacher),
+        lengths=tuple(lengths),
+        bounds=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)) if batch.packed else None,
+    )
 
 
 def without(batch: Batch, left_out: Sequence[int]) -> Batch:

@@ -19,10 +19,12 @@ from potstill.rollouts.prompt_batches import Kind, PromptBatches
 from potstill.rollouts.prompts import Answers, Prompter, stop_ids
 from potstill.rollouts.remote_writer import RemoteWriter
 from potstill.rollouts.writing_ranks import WritingRanks
+from potstill.teachers.live import LiveModel
 from potstill.training.run import Run
 from potstill.training.setup import Parts
 from potstill.types import PotstillError
 
+TILE = 128  # positions: of compiled layers off the CPU, rows are as wide as a multiple of it
 PREPARING = 4  # micro-batches of written text that teachers make ready at once
 
 
@@ -35,12 +37,22 @@ def open_feed(parts: Parts, run: Run, interrupted: Callable[[], bool] = lambda: 
             f"rollouts: the text of the run in {run.folder} {then}, and the recipe's {now}: its place in the data means "
             "nothing; choose another folder with run="
         )
+    there: Any = {"interrupted": interrupted, "device": parts.device, "multiple": _multiple(parts)}
     if not writes:
         data = ranks().data
         steps = parts.step_batches(run.data, None if data is None else Rounds(data))
-        return Feed(steps, parts.teachers, run.counts, workers=workers, interrupted=interrupted, device=parts.device)
-    rollouts, workers = _open_rollouts(parts, run), max(PREPARING, workers)
-    return Feed(rollouts, parts.teachers, workers=workers, interrupted=interrupted, device=parts.device)
+        return Feed(steps, parts.teachers, run.counts, workers=workers, **there)
+    return Feed(_open_rollouts(parts, run), parts.teachers, workers=max(PREPARING, workers), **there)
+
+
+def _multiple(parts: Parts) -> int:
+    """Few widths, in whole tiles, are what compilers and kernels know best; but not more than a model can read."""
+    if not parts.recipe.train.compile or parts.device.type == "cpu":
+        return 1
+    longest = -(-parts.data.max_length // TILE) * TILE
+    live = [teacher.source.language_model for teacher in parts.teachers if isinstance(teacher.source, LiveModel)]
+    most = (model.short_positions or model.positions for model in (parts.student, *live))
+    return TILE if all(longest <= (positions or longest) for positions in most) else 1
 
 
 def _open_rollouts(parts: Parts, run: Run) -> Buffer:
