@@ -188,13 +188,14 @@ def thinking(patient: Patient) -> Iterator[Finding]:
         return
     kwargs = chat_kwargs(patient.recipe.data)
     ours = _mode(patient.tokenizer, kwargs, "the student")
-    for where, tokenizer in patient.teachers:
-        theirs = _mode(tokenizer, kwargs, where) if tokenizer.chat_template else ours
+    for (where, tokenizer), config in zip(patient.teachers, _own_models(patient), strict=True):
+        own = kwargs if config.chat_template_kwargs is None else config.chat_template_kwargs
+        theirs = _mode(tokenizer, own, where) if tokenizer.chat_template else ours
         if theirs != ours:
             yield warning(
                 f"the template of {where} {theirs} before an answer, and the student's {ours}",
-                "set data.sources[].chat_template_kwargs (enable_thinking: false, or as the template calls it), or take models "
-                "that think alike",
+                "set chat_template_kwargs of data.sources[], or of the teacher (enable_thinking: false, or as the template "
+                "calls it), or take models that think alike",
             )
         else:
             yield ok(f"{where} {ours} before an answer, as the student does")
