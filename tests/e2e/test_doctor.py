@@ -248,7 +248,9 @@ def test_cut_examples_and_too_little_memory(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["distil", "chat", "cross-tokenizer", "lora", "mixed", "on-policy", "sequence-level"])
+@pytest.mark.parametrize(
+    "name", ["distil", "chat", "cross-tokenizer", "draft", "lora", "mixed", "on-policy", "sequence-level"]
+)
 def test_nothing_is_wrong_with_what_is_shipped(
     command: Command, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,7 @@ def test_commands_and_python(name: str, beside_the_recipes: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", ["distil", "chat", "cross-tokenizer", "lora"])
+@pytest.mark.parametrize("name", ["distil", "chat", "cross-tokenizer", "draft", "lora"])
 def test_recipes_run(name: str, beside_the_recipes: Path) -> None:
     recipe = load_recipe(f"recipes/{name}.yaml", ["train.steps=2", "train.epochs=null", *QUICK])
     run = train(recipe)

@@ -15,6 +15,7 @@ from potstill.config import DataConfig
 from potstill.data import Encoder, Source, example_maker
 from potstill.data.examples import text_key
 from potstill.models import LanguageModel
+from potstill.models.adapters import plain_names
 from potstill.parallel.weights import whole
 from potstill.types import Example, PotstillError
 
@@ -66,12 +67,13 @@ def chat_kwargs(data: DataConfig) -> dict[str, Any]:
 
 def weights_fingerprint(teacher: LanguageModel) -> str:
     """Of names, shapes and some values of every tensor (reading all of a large model would take minutes), and of the
-    configuration, which decides what is computed with them. Of a model that lies over ranks it is asked for by all of them."""
+    configuration, which decides what is computed with them; adapters have no part in it. Of a model that lies over ranks it is
+    asked for by all of them."""
     if teacher.fingerprint is not None:
         return teacher.fingerprint
     config = _meaning(teacher.model.config.to_diff_dict())
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(teacher.model.state_dict().items()):
+    for name, tensor in sorted(plain_names(teacher.model).items()):
         digest.update(f"{name} {tuple(tensor.shape)} ".encode())
         flat = whole(tensor.detach()).flatten()
         chosen = flat[:: max(1, flat.numel() // 1024)]

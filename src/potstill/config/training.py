@@ -260,6 +260,20 @@ class EvalConfig(Section):
         "rollouts.sampling.max_new_tokens), on which the reverse KL to a live teacher is measured; 0: none",
         ge=0,
     )
+    draft_tokens: int = key(
+        0,
+        "tokens per pass that the student drafts for the teacher in speculative decoding, simulated at the beginning of each "
+        "of the on_policy_samples; 0: not simulated",
+        ge=0,
+    )
+
+    @model_validator(mode="after")
+    def _drafts_are_written(self) -> EvalConfig:
+        if self.draft_tokens and not self.on_policy_samples:
+            raise ValueError(
+                "draft_tokens goes with on_policy_samples: drafts are the beginnings of what the student writes"
+            )
+        return self
 
 
 class LogConfig(Section):

@@ -95,6 +95,7 @@ def evaluate(
         "perplexity": math.exp(min(nll / own.rows, 700.0)),
         "kl": close.mean("kl"),
         "agreement": close.mean("agreement"),
+        "acceptance": close.mean("acceptance"),
         "accuracy": own.mean("correct"),
         "ece": _expected_calibration_error(bins),
         "tokens": own.rows,

@@ -12,6 +12,7 @@ from potstill.cache.reading import chat_kwargs, examples_of
 from potstill.config import EvalConfig, RolloutsConfig, SamplingConfig
 from potstill.data import Encoder
 from potstill.data.dealing import Share
+from potstill.evals.drafting import accepted_drafts, said_drafts
 from potstill.losses import fused_linear_kd
 from potstill.models import LanguageModel, evaluating
 from potstill.parallel.mesh import ranks, sum_over_ranks
@@ -35,6 +36,7 @@ class OnPolicyEval:
         self, student: LanguageModel, teacher: Teacher[LiveModel], config: EvalConfig, rollouts: RolloutsConfig
     ) -> None:
         self._student, self._teacher, self._batch_size = student, teacher, config.batch_size
+        self._draft_tokens = config.draft_tokens
         data, new = config.data, rollouts.sampling.longest
         if data.max_length <= new:
             raise PotstillError(
@@ -79,6 +81,7 @@ class OnPolicyEval:
         layout = Layout(len(examples), Share(self._batch_size, here.index, here.size), 0, packing=False)
         names = ("reverse_kl", "forward_kl")
         sums = torch.zeros(len(names) + 1, dtype=torch.float64)  # … and rows
+        drafts = torch.zeros(3, dtype=torch.float64)  # accepted tokens, tried ones, drafts
         with evaluating(writer.model):
             for host_batch in laid_out(examples, layout):
                 batch = host_batch.to(writer.device)
@@ -92,6 +95,9 @@ class OnPolicyEval:
                     out = fused_linear_kd(own.hidden, target=target, divergence=name, **vars(own.head))
                     sums[i] += float(exact(out.kd).sum())
                 sums[-1] += len(batch.rows)
+                if self._draft_tokens:
+                    drafts += accepted_drafts(own, target, batch, self._draft_tokens)
         # Ranks that share the parts of a sequence have each counted the same: in means that does not show.
         *totals, rows = sum_over_ranks(sums).tolist()
-        return {f"on_policy_{name}": total / rows for name, total in zip(names, totals, strict=True)}
+        means = {f"on_policy_{name}": total / rows for name, total in zip(names, totals, strict=True)}
+        return means | (said_drafts(sum_over_ranks(drafts)) if self._draft_tokens else {})

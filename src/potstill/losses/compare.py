@@ -34,6 +34,9 @@ class RowStats:
     teacher_entropy: Tensor | None
     kl: Tensor | None  # KL(P‖Q) over the ids both models have; of a truncated teacher over its entries and the rest
     agreement: Tensor | None  # both models' most likely tokens are the same
+    acceptance: (
+        Tensor | None
+    )  # 1 − TVD: how likely the teacher accepts a token that the student drafts. Dense teachers only
 
 
 @torch.no_grad()
@@ -60,25 +63,27 @@ def chunks_of_rows(rows: int, width: int) -> Iterator[slice]:
 
 def _against(
     teacher: Target | None, rows: slice, logits: Tensor, shard: VocabShard
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The teacher's entropy, KL(P‖Q) and whether both like the same token best."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The teacher's entropy, KL(P‖Q), whether both like the same token best, and what their distributions share."""
     if isinstance(teacher, Dense):
         logp = log_probs(target_logits(teacher, rows, shard=shard), shard)
         logq = log_probs(logits[:, : logp.shape[1]], shard)
         agree = (shard.first_choice(logp)[1] == shard.first_choice(logq)[1]).float()
-        entropy, kl = shard.total(-(logp.exp() * logp).sum(-1), (logp.exp() * (logp - logq)).sum(-1))
-        return entropy, kl, agree
+        entropy, kl, shared = shard.total(
+            -(logp.exp() * logp).sum(-1), (logp.exp() * (logp - logq)).sum(-1), torch.minimum(logp, logq).exp().sum(-1)
+        )
+        return entropy, kl, agree, shared
     if not isinstance(teacher, TopKTarget | SampledTarget):
-        return None, None, None  # there is none, its tokens are others, or it has no distribution
+        return None, None, None, None  # there is none, its tokens are others, or it has no distribution
     if (width := shard.held(teacher.width)) < shard.size:
         logits = torch.nn.functional.pad(logits[:, :width], (0, shard.size - width), value=-torch.inf)
     logq, ids = log_probs(logits, shard), teacher.ids[rows]
     kept = shard.lookup(logq, ids, LOG_FLOOR)
     if isinstance(teacher, SampledTarget):
         if teacher.entropy is None:
-            return None, None, None
+            return None, None, None, None
         entropy = teacher.entropy[rows].to(kept.dtype)
-        return entropy, -(teacher.weights[rows] * kept).sum(-1) - entropy, None
+        return entropy, -(teacher.weights[rows] * kept).sum(-1) - entropy, None, None
     best, logprobs = shard.first_choice(logq)[1], teacher.logprobs[rows]
     if teacher.absent is not None:
         kept = kept.masked_fill(teacher.absent[rows], -torch.inf)
@@ -86,7 +91,7 @@ def _against(
     logq = torch.cat([kept, rest], -1).clamp_(min=LOG_FLOOR)
     logp = torch.cat([logprobs, teacher.tail[rows, None]], -1).to(logq.dtype).clamp_(min=LOG_FLOOR)
     top = ids.gather(-1, logprobs.argmax(-1, keepdim=True)).squeeze(-1)
-    return -(logp.exp() * logp).sum(-1), (logp.exp() * (logp - logq)).sum(-1), (top == best).float()
+    return -(logp.exp() * logp).sum(-1), (logp.exp() * (logp - logq)).sum(-1), (top == best).float(), None
 
 
 def of_chunks(

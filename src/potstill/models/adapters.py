@@ -191,18 +191,21 @@ def plain_names(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def plain_weights(model: nn.Module, masters: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Everything in a model's state dict by name, with what its adapters add and without them; each tensor once however many
     names it has, whole on every rank that has a part of the model. All of them must go through all of it together: each tensor
-    is gathered when it is asked for, and none is kept. Buffers outside the state dict are whole on every rank as they are."""
+    is gathered when it is asked for, and none is kept. Buffers outside the state dict are whole on every rank as they are.
+    `masters`: by name, what parameters are rounded from; nothing is then rounded."""
     weights = weights_of(model)
+    weights |= {name: master.detach() for name, master in (masters or {}).items() if name in weights}
     for name, tensor in weights.items():
         if PARTS.fullmatch(name):
             continue
         layer, _, leaf = name.rpartition(".base_layer.")
         found = whole(tensor)
         if layer and leaf == "weight" and f"{layer}.lora_A.{NAME}.weight" in weights:
-            found = _merged(model.get_submodule(layer), found, weights, layer)
+            merged = _merged(model.get_submodule(layer), found, weights, layer)
+            found = merged.to(found.dtype) if masters is None else merged
         yield name.replace(".base_layer.", "."), found
 
 
@@ -216,7 +219,7 @@ def _merged(module: Any, weight: Tensor, weights: Mapping[str, Tensor], layer: s
         rows = found.T if module.fan_in_fan_out else found
         rows = rows * (whole(length) / rows.norm(dim=1))[:, None]
         found = rows.T if module.fan_in_fan_out else rows
-    return found.to(weight.dtype).contiguous()
+    return found.contiguous()
 
 
 def adapter_base(name: str, revision: str | None) -> tuple[str, str | None] | None:

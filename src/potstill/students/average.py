@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from potstill.models.adapters import plain_weights
 from potstill.models.language_model import LanguageModel
@@ -24,12 +25,14 @@ class MovingAverage:
     decay: float
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Together with all ranks that hold a part of the student."""
-        mine = self.model.model.state_dict()
-        for name, tensor in plain_weights(self.student.model):
+    def update(self, masters: Mapping[int, Tensor]) -> None:
+        """Together with all ranks that hold a part of the student. `masters`: what its parameters are rounded from, by their
+        id: what is added at a step is mostly below the rounding."""
+        mine, model = self.model.model.state_dict(), self.student.model
+        named = {name: masters[id(p)] for name, p in model.named_parameters() if id(p) in masters}
+        for name, tensor in plain_weights(model, named):
             if tensor.is_floating_point():
-                mine[name].lerp_(tensor.to(mine[name].dtype), 1 - self.decay)
+                mine[name].lerp_(tensor.to(mine[name]), 1 - self.decay)
             else:
                 mine[name].copy_(tensor)
 

@@ -128,7 +128,7 @@ def resume(parts: Parts, checkpoints: Checkpoints, console: Console) -> Run:
     recipe, folder = parts.recipe, Path(parts.recipe.run)
     steps, found = recipe.train.steps, checkpoints.newest()
     if found is None:
-        run = Run(folder, total_steps=planned_steps(parts, console), teachers=parts.identities)
+        run = Run(folder, total_steps=planned_steps(parts, console), teachers=parts.identities, base=parts.base)
     else:
         path, progress = found
         _check_fits(parts, progress, folder)
@@ -165,6 +165,11 @@ def _check_fits(parts: Parts, progress: Progress, folder: Path) -> None:
             f"the run in {folder} began with another model behind its server ({progress.teachers}, now {parts.identities}): "
             "start the one it had again, choose another folder with run=, or resume all the same with "
             "checkpoint.resume=force"
+        )
+    if progress.base not in (None, parts.base) and recipe.checkpoint.resume == "auto":
+        raise PotstillError(
+            f"the adapters of the run in {folder} were put into another model than student.model or student.from gives now "
+            "(its weights have changed): put back what was there, or choose another folder with run="
         )
 
 

@@ -21,6 +21,7 @@ class Progress:
     best_bits_per_byte: float | None = None
     kd_scale: float = 1.0  # with loss.dynamic_scaling: cross-entropy ÷ divergence of the last step
     teachers: list[str | None] = field(default_factory=list)  # fingerprints of those behind servers
+    base: str | None = None  # with student.lora: the fingerprint of what the adapters were put into
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from potstill.cache.reading import weights_fingerprint
 from potstill.config import DataConfig, Recipe
 from potstill.data import StepBatches, check_lengths, with_pieces
 from potstill.evals.reference import RunEvaluation
@@ -53,6 +54,7 @@ class Parts:
     notes: Sequence[str] = ()  # what is worth a word before the first step
     facts: Sequence[str] = ()  # the run's first lines
     averages: Sequence[MovingAverage] = ()  # of the student's weights, that it learns from
+    base: str | None = None  # with student.lora: the fingerprint of what the adapters were put into
 
     @property
     def bf16(self) -> bool:
@@ -93,6 +95,7 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
     student, notes, filling = together(lambda: open_student(recipe, device))
     if any(source.messages for source in recipe.data.sources):  # so that whoever loads it ends where it learnt to end
         student.model.generation_config.eos_token_id = list(stop_ids(student, chats=True)) or None
+    base = None if recipe.student.lora is None else weights_fingerprint(student)  # while it is whole
     recipe, data, lengths = together(lambda: _cut(recipe, student))
     teacher_set = together(lambda: open_teachers(recipe.teachers, student, data, recipe.loss, device, askers))
     together(lambda: _check_fit(recipe, data, student, teacher_set))
@@ -122,6 +125,7 @@ def assemble(recipe: Recipe, askers: Mapping[int, Asker] | None = None) -> Parts
         [*notes, *teacher_set.notes, *repeat, *lengths, *evaluation.notes],
         facts,
         teacher_set.averages,
+        base,
     )
 
 

@@ -24,7 +24,7 @@ from potstill.students.experts import said_load
 from potstill.teachers.combine import compute_targets
 from potstill.teachers.placed import own_ranks
 from potstill.training.metrics import SUMS, Stopwatch, alignment, means, peak_memory_bytes, seconds_waited
-from potstill.training.optimizer import lr_factor, set_lr
+from potstill.training.optimizer import lr_factor, moved, set_lr
 from potstill.training.run import Run
 from potstill.training.setup import Parts
 from potstill.types import Batch, PotstillError, Teacher
@@ -54,7 +54,7 @@ def optimizer_step(parts: Parts, prepared: PreparedStep, tokens: int, run: Run, 
             optimizer.step()
             optimizer.zero_grad()
         for average in parts.averages:
-            average.update()
+            average.update({id(weight): master for each in parts.optimizers for master, weight in moved(each)})
     if recipe.loss.dynamic_scaling and total["kd"] > 0:
         run.kd_scale = total["ce"] / total["kd"]
     seconds = clock.read()

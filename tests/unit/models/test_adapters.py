@@ -138,6 +138,23 @@ def test_an_adapter_of_some_layers_is_not_taken_for_one_of_all(runs: TinyRuns, b
     assert load_student(StudentConfig(model=str(run.model)), CPU, 0).model.config.num_hidden_layers == 2
 
 
+def test_a_run_is_not_resumed_over_another_base(runs: TinyRuns, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24}
+    model = make_model(tmp_path / "model", seed=7, **sizes)
+    recipe = runs.recipe("run", student=student(model))
+    with pytest.raises(Interrupted):
+        potstill.train(recipe, [InterruptAt(5)])
+    shutil.rmtree(model)
+    make_model(model, seed=8, **sizes)
+    with pytest.raises(
+        PotstillError, match=r"were put into another model than student.model or student.from gives now"
+    ):
+        potstill.train(recipe)
+    shutil.rmtree(model)
+    make_model(model, seed=7, **sizes)
+    assert potstill.train(recipe).step == 8
+
+
 def test_an_adapter_that_lacks_weights_is_refused(runs: TinyRuns, base: Path) -> None:
     run = potstill.train(runs.recipe("run", "train.steps=1", student=student(base, export="adapter")))
     folder = shutil.copytree(run.model, runs.folder / "cut")

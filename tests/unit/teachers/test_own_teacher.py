@@ -13,6 +13,7 @@ from tiny_runs import InterruptAt, Interrupted, TinyRuns, lines, metrics
 
 import potstill
 from potstill.config.recipe import load_recipe
+from potstill.training.optimizer import moved
 from potstill.training.run import Callback, Run
 from potstill.training.setup import assemble
 from potstill.types import PotstillError
@@ -98,6 +99,23 @@ def test_an_average_of_bfloat16_weights_moves(runs: TinyRuns, base: Path) -> Non
     assert average[name].dtype == torch.float32
     moved = (average[name] != began[name].bfloat16().float()).float().mean()
     assert moved > 0.9, moved
+
+
+def test_an_average_of_bfloat16_weights_is_that_of_their_masters(runs: TinyRuns, base: Path) -> None:
+    """With steps so small that the rounded weights mostly stay where they are."""
+    keys = {"student": {"model": str(base), "dtype": "bfloat16"}, "teachers": [{"student": "ema", "decay": 0.5}]}
+    options = ["loss.ce_weight=0.5", "train.steps=3", "train.optimizer.lr=1e-5"]
+    parts = assemble(runs.recipe("run", *options, **keys))
+    (average,) = parts.averages
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = parts.student.model.get_parameter(name)
+    (master,) = [m for each in parts.optimizers for m, w in moved(each) if w is weight]
+    before = average.model.model.get_parameter(name).clone()
+    with torch.no_grad():
+        master.add_(1e-6)  # which no bfloat16 weight of this size shows
+    average.update({id(w): m for each in parts.optimizers for m, w in moved(each)})
+    after = average.model.model.get_parameter(name)
+    torch.testing.assert_close(after - before, torch.full_like(after, 5e-7), rtol=0.05, atol=1e-8)
 
 
 def test_the_student_of_now_with_a_hint_is_a_copy_of_it_with_that_hint(
