@@ -47,7 +47,7 @@ class Patient:
 
     @cached_property
     def data(self) -> DataConfig:
-        return with_pieces(as_teachers_need(self.recipe.data, self.recipe.teachers), self.tokenizer)
+        return with_pieces(as_teachers_need(self.recipe.with_columns().data, self.recipe.teachers), self.tokenizer)
 
     @cached_property
     def teachers(self) -> Sequence[tuple[str, Any]]:
