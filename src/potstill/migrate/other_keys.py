@@ -328,8 +328,9 @@ TABLES: dict[str, Table] = {
         "≠ teachers[].filter": "distillation.teacher_key",
         "≠ teachers[].filter names the column and its value": "distillation.teacher_models.<name>.key",
         "≠ data.max_length − max_new_tokens": "data.max_prompt_length",
+        "≠ rollouts.reward: module:function": "distillation.distillation_loss.use_task_rewards",
+        "≠ loss.token_clip": "distillation.distillation_loss.loss_max_clamp",
         "− there is nothing like it here": (
-            "distillation.distillation_loss.use_task_rewards distillation.distillation_loss.loss_max_clamp "
             "distillation.distillation_loss.policy_loss_mode distillation.distillation_loss.clip_ratio_low "
             "distillation.teacher_models.<name>.num_replicas "
             "distillation.teacher_models.<name>.inference.tensor_model_parallel_size"
