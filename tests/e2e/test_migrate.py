@@ -85,8 +85,7 @@ def test_every_key_that_is_taken_is_a_key_of_a_recipe() -> None:
             assert re.sub(r"\[\d*\]", "[]", key) in known or key.startswith(free), (system, ours)
 
 
-# Keys and values as the systems' own examples have them, written anew: TRL 1.16.0's docs of GKD and GOLD, NeMo-RL 7ea279a
-# distillation_math.yaml and xtoken_off_policy_distillation.yaml, Automodel 0.7.0 llm_kd, DistillKit a61c2e7, axolotl 0.19.0 kd.
+# Short configurations in the words of each system, as ../shared/assets/field/keys.json lists them.
 EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trl-gkd": (
         {
