@@ -16,7 +16,7 @@ from potstill.models.spread import Filling, load_student_by_first
 from potstill.parallel.mesh import ranks
 from potstill.parallel.team import students
 from potstill.shipped import locate
-from potstill.students.dropout import set_dropout
+from potstill.students.dropout import check_dropout, set_dropout
 from potstill.students.pruning import Kept, calibration, cut, kept, measured, pruned
 from potstill.types import PotstillError
 
@@ -96,6 +96,7 @@ def _set_dropout(recipe: Recipe, student: LanguageModel) -> list[str]:
     """As the recipe says, and off where the student writes and the recipe does not say; what is worth a word."""
     asked, writes = recipe.student.dropout, recipe.rollouts.on_policy_fraction > 0
     if asked is None and not writes:
+        check_dropout(student.model)
         return []
     changed = ", ".join(f"{each:g}" for each in set_dropout(student.model, asked or 0.0))
     if asked and writes:

@@ -12,7 +12,8 @@ from potstill.losses.dense import target_logits
 from potstill.models import LanguageModel, load_student
 from potstill.rollouts.engine import GenerationRequest
 from potstill.rollouts.transformers import TransformersEngine
-from potstill.students.dropout import set_dropout
+from potstill.students.dropout import check_dropout, set_dropout
+from potstill.types import PotstillError
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 # Kept in modules, in attributes that functions read, in the config that functions read, for whole layers.
@@ -66,3 +67,12 @@ def test_a_probability_is_set_everywhere_but_for_whole_layers(kind) -> None:
     for key, value in model.model.config.to_dict().items():
         if "drop" in key and value is not None:
             assert value == kept.get(key, 0.3), key
+
+
+@pytest.mark.parametrize("wrong", [1e300, -0.1, float("nan")])
+def test_what_is_no_probability_is_told(wrong: float) -> None:
+    student = load("llama")
+    check_dropout(student.model)
+    student.model.config.attention_dropout = wrong
+    with pytest.raises(PotstillError, match=r"attention_dropout is .* a probability of dropout is between 0 and 1"):
+        check_dropout(student.model)
