@@ -60,11 +60,14 @@ def test_four_processes_write_what_one_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_evaluate_as_one(tiny_teacher: Path, tiny_text: Path, tmp_path: Path) -> None:
-    """`potstill eval` deals 7 texts among them; the first says the numbers."""
+@pytest.mark.parametrize("spread", [[], ["--tp", 2], ["--shard"]], ids=["dealt", "tp", "shard"])
+def test_two_processes_evaluate_as_one(
+    tiny_teacher: Path, tiny_text: Path, tmp_path: Path, spread: list[object]
+) -> None:
+    """`potstill eval` deals 7 texts among them, or cuts the models; the first says the numbers."""
     student = make_model(tmp_path / "student", seed=3)
     words = ["eval", student, "--teacher", tiny_teacher, "--data", tiny_text, "--examples", 7, "--json"]
-    one, two = (started(processes, *words) for processes in (1, 2))
+    one, two = started(1, *words), started(2, *words, *spread)
     assert one.returncode == 0 and two.returncode == 0, two.stderr
     found, expected = json.loads(two.stdout), json.loads(one.stdout)
     assert found["tokens"] == expected["tokens"] and found["bytes"] == expected["bytes"]

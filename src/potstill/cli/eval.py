@@ -20,6 +20,7 @@ from potstill.models import LanguageModel, check_fit, load_student
 from potstill.parallel.mesh import pick_device, ranks
 from potstill.teachers.live import LiveModel
 from potstill.teachers.open import open_live
+from potstill.teachers.placed import load_in_place
 from potstill.teachers.remote import RemoteOrigin, open_server
 from potstill.teachers.teacher import Teacher
 from potstill.types import Batch, PotstillError
@@ -42,18 +43,30 @@ def evaluate_model(
     packing: bool,
     prompt: Sequence[str] | None,
     max_new_tokens: int,
+    tp: int,
+    shard: bool,
     device: str,
     json_out: bool,
 ) -> dict[str, Any]:
-    """Evaluate, print, and give back the numbers. Under torchrun the text is dealt: every process has the models whole."""
+    """Evaluate, print, and give back the numbers. Under torchrun the text is dealt; every process has the models whole, or its
+    part of them (`tp`, `shard`)."""
     first = ranks().first
     console = Console(stderr=json_out, soft_wrap=True, quiet=not first)
     keys = {"sources": [source], "max_length": max_length or 1024, "piece_bytes": piece_bytes, "packing": packing}
     data = checked(DataConfig, keys, "--data")
     place = pick_device(device)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code} | ({"dtype": dtype} if dtype else {})
-    student = load_student(StudentConfig(model=model, revision=revision, **options), place, seed=0, key="MODEL")
-    opened = None if teacher is None else _opened(teacher, student, options, token_env, place)
+    spread = {"placement": "shard" if shard else "replicate"}
+    if tp == 1 and not shard:
+        student = load_student(StudentConfig(model=model, revision=revision, **options), place, seed=0, key="MODEL")
+    elif prompt:
+        raise PotstillError("--prompt goes without --tp and --shard: leave one of them out")
+    else:
+        config = TeacherConfig(model=model, revision=revision, **{"dtype": "float32", **options, **spread})
+        student = load_in_place(config, place, "MODEL", ranks(), key="MODEL")
+    opened = None if teacher is None else _opened(teacher, student, {**options, **spread}, token_env, place)
+    for note in student.notes:
+        console.print(note, style="yellow", highlight=False, markup=False)
     data = _fitting(data, max_length, {model: student}, opened)
     sizes = {"batch_size": batch_size, "limit": examples}
     reference = _reference(opened, teacher, student, data, sizes)

@@ -237,6 +237,12 @@ def evaluate(
     packing: Annotated[bool, typer.Option(help="Several documents a row.")] = True,
     prompt: Annotated[list[str] | None, typer.Option(help="Also complete this beginning; may be repeated.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the completions.")] = 64,
+    tp: Annotated[
+        int, typer.Option(help="Under torchrun: matrices of the models are cut over so many processes.", min=1)
+    ] = 1,
+    shard: Annotated[
+        bool, typer.Option(help="Under torchrun: layers of the models are cut over the processes.")
+    ] = False,
     device: opt.Device = "auto",
     json_out: opt.Json = False,
 ) -> None:
@@ -246,7 +252,7 @@ def evaluate(
     from potstill.config import ParallelConfig
     from potstill.parallel.mesh import pick_device, world
 
-    with in_words_of_options(), world(ParallelConfig(), pick_device(device)):
+    with in_words_of_options(), world(ParallelConfig(tp=tp), pick_device(device)):
         evaluate_model(**options)
 
 

@@ -21,7 +21,7 @@ from potstill.config.compatibility import Combination, check
 from potstill.config.registry import TEACHER_SOURCES, load
 from potstill.config.sections import fixed_value
 from potstill.files import MANIFEST
-from potstill.models import LanguageModel, difference, load_teacher, load_tokenizer, same_tokenizer, shared_ids
+from potstill.models import LanguageModel, difference, load_tokenizer, same_tokenizer, shared_ids
 from potstill.models.placed import load_elsewhere
 from potstill.parallel.channel import Asker
 from potstill.parallel.mesh import ranks
@@ -269,7 +269,7 @@ def open_live(
     config: TeacherConfig, student: LanguageModel, device: torch.device, where: str, key: str | None = None
 ) -> Teacher[LiveModel]:
     """`key`: what messages call a teacher that is from no recipe."""
-    language_model = load_teacher(config, device, where, key)
+    language_model = load_in_place(config, device, where, ranks(), key=key)
     return live_teacher(language_model, shared_ids(student, language_model, where), config.name, config.weight)
 
 
