@@ -112,7 +112,7 @@ def test_deepseeks_experts_are_counted_and_have_no_such_loss(monkeypatch):
     assert float(sums["expert_load"].sum()) == 2 * int((batch.document > 0).sum())
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_balances_logs_and_resumes(runs, checkpointing):
     student = {"tokenizer": runs.recipe("x").student.tokenizer, "config": QWEN, "router_aux_loss_coef": 0.5}
     train = {"steps": 6, "batch_size": 4, "micro_batch_size": 2, "gradient_checkpointing": checkpointing}
