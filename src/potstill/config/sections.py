@@ -42,7 +42,12 @@ def key(default: Any, description: str, **more: Any) -> Any:
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), populate_by_name=True, ser_json_inf_nan="constants"
+        allow_inf_nan=False,
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        populate_by_name=True,
+        ser_json_inf_nan="constants",
     )
 
     @model_validator(mode="before")

@@ -548,3 +548,9 @@ def test_many_backslashes_before_no_reference_take_no_more_time_than_they_have_l
     assert resolved({"run": f"{many} ${{log}}", "log": "x"})["run"] == f"{many} x"
     assert escaped(f"{many} ${{log}}") == f"{many} \\${{log}}"
     assert resolved({"run": "\\\\\\\\${log}", "log": "x"})["run"] == "\\\\x"
+
+
+@pytest.mark.parametrize("word", ["loss.temperature=inf", "train.optimizer.lr=nan", "loss.ce_weight=-inf"])
+def test_numbers_are_finite(word: str) -> None:
+    with pytest.raises(PotstillError, match="should be a finite number"):
+        load_recipe(smallest(), [word])
