@@ -95,10 +95,9 @@ def _choose_trained(recipe: Recipe, student: LanguageModel) -> list[str]:
 def _set_dropout(recipe: Recipe, student: LanguageModel) -> list[str]:
     """As the recipe says, and off where the student writes and the recipe does not say; what is worth a word."""
     asked, writes = recipe.student.dropout, recipe.rollouts.on_policy_fraction > 0
-    if asked is None and not writes:
-        check_dropout(student.model)
-        return []
-    changed = ", ".join(f"{each:g}" for each in set_dropout(student.model, asked or 0.0))
+    wanted = asked is not None or writes
+    changed = ", ".join(f"{each:g}" for each in set_dropout(student.model, asked or 0.0)) if wanted else ""
+    check_dropout(student.model)
     if asked and writes:
         return [
             f"student.dropout: {asked:g} is on while the student trains and off while it writes, so what it says of its own "

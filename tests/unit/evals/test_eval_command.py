@@ -151,6 +151,8 @@ def test_a_cache_as_teacher_gives_the_kl_of_what_it_holds(folder, other):
         ),
         (["--max-length", "1"], "--max-length: 1 leaves no room for a token and one before it"),
         (["--text", "words"], "--text: "),
+        (["--shard", "--prompt", "The"], "--prompt goes without --tp and --shard: leave one of them out"),
+        (["--tp", "2"], "parallel: dp_replicate 1 × dp_shard 1 × cp 1 × tp 2 are 2 ranks, and there is 1"),
     ],
 )
 def test_errors_name_the_options(folder, options, says):
